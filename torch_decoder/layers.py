@@ -1,0 +1,105 @@
+"""The parts of a decoder layer as torch modules, with the names that Hugging Face gives them.
+
+Query, key and value projections are one matrix, gate and up another: one product reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from .config import ModelConfig
+from .kernels import plain
+
+
+class Linear(nn.Module):
+    """``x @ weight.T + bias``; weight [out, in]. Made without values: a checkpoint fills it."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
+        return plain.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Source: transformers' LlamaRMSNorm."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+        return plain.rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over a static cache (transformers' Qwen3Attention and kin)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, query_width + 2 * kv_width, config.qkv_bias)
+        self.o_proj = Linear(query_width, config.hidden_size, config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        rope: Float[Tensor, "B T 2 R"],
+        k_cache: Float[Tensor, "B K S H"],
+        v_cache: Float[Tensor, "B K S H"],
+        slots: Int[Tensor, "B T"],
+        mask: Float[Tensor, "B 1 T S"],
+    ) -> Float[Tensor, "B T D"]:
+        batch, length, _ = x.shape
+        heads = self.qkv_proj(x).view(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        if self.q_norm is not None:
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
+        q, k = plain.apply_rope(qk, rope).split([self.num_heads, self.num_kv_heads], dim=2)
+        plain.write_cache(k_cache, k, slots)
+        plain.write_cache(v_cache, v, slots)
+        return self.o_proj(plain.attend(q, k_cache, v_cache, mask))
+
+
+class MLP(nn.Module):
+    """Gated SiLU feed-forward (transformers' LlamaMLP)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        return self.down_proj(plain.gated_silu(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals (transformers' LlamaDecoderLayer)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        rope: Float[Tensor, "B T 2 R"],
+        k_cache: Float[Tensor, "B K S H"],
+        v_cache: Float[Tensor, "B K S H"],
+        slots: Int[Tensor, "B T"],
+        mask: Float[Tensor, "B 1 T S"],
+    ) -> Float[Tensor, "B T D"]:
+        x = x + self.self_attn(self.input_layernorm(x), rope, k_cache, v_cache, slots, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))

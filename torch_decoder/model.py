@@ -1,0 +1,85 @@
+"""The model: embedding, layers, final norm and output head. It is the only forward pass."""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from .cache import KVCache
+from .config import ModelConfig
+from .errors import ConfigError
+from .kernels import plain
+from .layers import DecoderLayer, Linear, RMSNorm
+from .rope import rope_table
+
+KERNELS = ("plain", "compiled")
+
+
+class Embedding(nn.Module):
+    """Token embedding, weight [V, D]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size), requires_grad=False)
+
+    def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        return F.embedding(tokens, self.weight)
+
+
+class Model(nn.Module):
+    """A dense decoder-only language model (transformers' LlamaForCausalLM and kin).
+
+    ``kernels`` is "plain" or "compiled" (one layer compiled with torch.compile and called for
+    every layer: compiling the whole step takes minutes and is no faster). Build it under
+    ``torch.device("meta")``, then ``to_empty`` and a checkpoint fill it.
+    """
+
+    def __init__(self, config: ModelConfig, max_seq_len: int, kernels: str = "plain"):
+        super().__init__()
+        if kernels not in KERNELS:
+            raise ConfigError(f"kernels is {kernels!r}, expected one of {', '.join(KERNELS)}")
+        self.config, self.max_seq_len, self.kernels = config, max_seq_len, kernels
+        self.embed_tokens = Embedding(config)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # A tied head reads the embedding's own storage: there is no second copy to go stale.
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.register_buffer("rope", torch.empty(max_seq_len, 2, config.head_dim // 2), persistent=False)
+        self._call_layer: Callable = DecoderLayer.__call__
+        if kernels == "compiled":
+            self._call_layer = torch.compile(DecoderLayer.__call__, fullgraph=True, dynamic=False)
+
+    def rebuild_buffers(self) -> None:
+        """Fill what no checkpoint holds; call after ``to_empty``."""
+        table = torch.from_numpy(rope_table(self.config, self.max_seq_len))
+        self.rope = table.to(self.embed_tokens.weight.device)
+
+    def forward(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T D"]:
+        """Hidden states before the final norm; keys and values go into ``cache`` at ``positions``."""
+        x = self.embed_tokens(tokens)
+        rope = F.embedding(positions, self.rope.view(self.max_seq_len, -1)).view(*positions.shape, 2, -1)
+        masks = self._masks(positions, cache.k[0].shape[2], x.dtype)
+        for index, layer in enumerate(self.layers):
+            mask = masks[self.config.sliding_windows[index]]
+            x = self._call_layer(layer, x, rope, cache.k[index], cache.v[index], positions, mask)
+        return x
+
+    def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+        """Final norm and output head: float32 logits."""
+        x = self.norm(hidden)
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return plain.linear(x, weight).float()
+
+    def _masks(self, positions: Int[Tensor, "B T"], slots: int, dtype: torch.dtype) -> dict[int | None, Tensor]:
+        """One additive mask [B, 1, T, S] for each different window: 0 where a query may look."""
+        distance = positions[:, None, :, None] - torch.arange(slots, device=positions.device)
+        minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=positions.device)
+        masks = {}
+        for window in set(self.config.sliding_windows):
+            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            masks[window] = torch.where(visible, torch.zeros_like(minus_infinity), minus_infinity)
+        return masks

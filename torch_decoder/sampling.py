@@ -1,0 +1,174 @@
+"""Token selection on the device: greedy, and Gumbel-max over filtered logits.
+
+A sampled token depends on (seed, row id, position) and the logits alone. Random bits are
+Threefry-2x32 (Salmon et al., SC 2011) with key (seed, row id) and counter (position, i), whose
+two words serve vocabulary entries i and i + ceil(V / 2). Nothing here waits for the device, and
+no shape depends on a value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Callable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .errors import ConfigError
+
+KINDS = ("greedy", "sampled")
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+# A mass that equals p up to the rounding of the sum counts as having reached p.
+_MASS_TOLERANCE = 2.0**-20
+_SMALLEST_KEY = -2139095041  # of -inf; see _ordered_keys
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of one row. Temperature 0 is greedy; 0, 1.0 and 0.0 switch top_k, top_p and min_p off.
+
+    Filters apply in the order of transformers: temperature, top_k, top_p, min_p. top_k keeps all
+    tokens that tie with the k-th; top_p takes tied tokens in ascending id order until the mass is
+    reached. ``seed`` is an integer from 0 to 2**32 - 1.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (float, lambda x: 0 <= x < math.inf, "a finite number >= 0"),
+            "top_k": (int, lambda x: 0 <= x < 2**31, "an integer >= 0 (0: off)"),
+            "top_p": (float, lambda x: 0 <= x <= 1, "a number from 0 to 1 (1: off)"),
+            "min_p": (float, lambda x: 0 <= x <= 1, "a number from 0 to 1 (0: off)"),
+            "seed": (int, lambda x: 0 <= x < 2**32, "an integer from 0 to 2**32 - 1"),
+        }
+        for name, (kind, valid, expected) in checks.items():
+            value = _scalar(getattr(self, name), kind)
+            if value is None or not valid(value):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+            object.__setattr__(self, name, value)
+
+    @property
+    def kind(self) -> str:
+        return "greedy" if self.temperature == 0 else "sampled"
+
+
+def _scalar(value: object, kind: type) -> float | int | None:
+    """A Python number from a number, numpy scalar or array of one element; None if it is none."""
+    try:
+        array = np.asarray(value)
+        if array.size != 1 or array.dtype.kind not in "iuf":
+            return None
+        number = array.reshape(()).item()
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return kind(number) if kind is float or number == int(number) else None
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def threefry_2x32(
+    key: tuple[Int[Tensor, "..."], Int[Tensor, "..."]], counter: tuple[Int[Tensor, "..."], Int[Tensor, "..."]]
+) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+    """Twenty rounds of Threefry-2x32 on int32 tensors (bit patterns of uint32; addition wraps)."""
+    keys = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
+    x, y = counter[0] + keys[0], counter[1] + keys[1]
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x = x + y
+            # >> is arithmetic on int32: the mask makes it a logical shift
+            y = (y << rotation) | ((y >> (32 - rotation)) & ((1 << rotation) - 1))
+            y = x ^ y
+        x = x + keys[(block + 1) % 3]
+        y = y + keys[(block + 2) % 3] + (block + 1)
+    return x, y
+
+
+def exponential_noise(draws: Int[Tensor, "B 3"], positions: Int[Tensor, " B"], vocab_size: int) -> Float[Tensor, "B V"]:
+    """Unit exponential variables, float32; minus their logarithm is Gumbel noise."""
+    half = -(-vocab_size // 2)
+    entries = torch.arange(half, dtype=torch.int32, device=draws.device)[None]
+    counter = torch.broadcast_tensors(positions[:, None], entries)
+    words = threefry_2x32((draws[:, 1:2], draws[:, 2:3]), counter)
+    bits = torch.cat(words, dim=1)[:, :vocab_size]
+    # All 32 bits: small values keep full precision, and small values are what wins. uint32 from
+    # int32 without a 64-bit detour: high and low halves are exact in float32.
+    high, low = ((bits >> 16) & 0xFFFF).float(), (bits & 0xFFFF).float()
+    uniform = (high * 65536.0 + (low + 0.5)) * 2.0**-32
+    return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+
+
+def _ordered_keys(x: Float[Tensor, "B V"]) -> Int[Tensor, "B V"]:
+    """int32 keys that order like the floats they come from."""
+    bits = x.view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _largest_key_where(reached: Callable[[Tensor], Tensor], like: Tensor) -> Int[Tensor, "B 1"]:
+    """Bisect for the largest key at which ``reached`` still holds; keys are at most 0."""
+    low = torch.full_like(like[:, :1], _SMALLEST_KEY, dtype=torch.int32)
+    high = torch.ones_like(low)
+    for _ in range(31):
+        middle = low + ((high - low) >> 1)
+        holds = reached(middle)
+        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
+    return low
+
+
+def kept_tokens(
+    logits: Float[Tensor, "B V"], filters: Float[Tensor, "B 3"], top_k: Int[Tensor, " B"]
+) -> tuple[Float[Tensor, "B V"], Bool[Tensor, "B V"]]:
+    """Logits divided by temperature and shifted to a maximum of 0, and which tokens remain.
+
+    ``filters`` holds temperature, top_p and min_p of each row.
+    """
+    temperature, top_p, min_p = (filters[:, i : i + 1] for i in range(3))
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)
+    scaled = scaled - scaled.amax(dim=1, keepdim=True)
+    keys = _ordered_keys(scaled)
+    count = torch.where(top_k[:, None] > 0, top_k[:, None], logits.shape[1]).clamp(max=logits.shape[1])
+    kth = _largest_key_where(lambda key: (keys >= key).sum(1, keepdim=True) >= count, keys)
+    weights = torch.where(keys >= kth, torch.exp(scaled), 0.0)
+    keep = (keys >= kth) & _top_p(keys, weights, top_p) & (weights >= min_p)
+    return scaled, keep
+
+
+def _top_p(keys: Int[Tensor, "B V"], weights: Float[Tensor, "B V"], top_p: Float[Tensor, "B 1"]) -> Bool[Tensor, "B V"]:
+    """The smallest set whose mass reaches top_p, without a sort; ties in ascending id order."""
+    needed = top_p * (1 - _MASS_TOLERANCE) * weights.sum(1, keepdim=True)
+
+    def mass_from(key: Tensor) -> Tensor:
+        return torch.where(keys >= key, weights, 0.0).sum(1, keepdim=True)
+
+    key = _largest_key_where(lambda key: mass_from(key) >= needed, keys)
+    tied = keys == key
+    tied_weight = torch.where(tied, weights, 0.0).amax(1, keepdim=True)
+    missing = torch.ceil((needed - mass_from(key + 1)) / tied_weight).clamp(min=1.0)
+    rank = tied.cumsum(1)
+    return (keys > key) | (tied & (rank <= missing)) | (top_p >= 1)
+
+
+def select_greedy(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
+    """The largest logit's id, the first of equals; int32."""
+    return logits.argmax(dim=1).int()
+
+
+def select_sampled(
+    logits: Float[Tensor, "B V"], positions: Int[Tensor, " B"], filters: Float[Tensor, "B 3"], draws: Int[Tensor, "B 3"]
+) -> Int[Tensor, " B"]:
+    """Draw one token a row; rows with temperature 0 take the greedy one.
+
+    ``positions`` are those of the tokens to be drawn; ``draws`` holds top_k, seed and row id.
+    """
+    scaled, keep = kept_tokens(logits, filters, draws[:, 0])
+    noise = exponential_noise(draws, positions, logits.shape[1])
+    drawn = torch.where(keep, scaled - torch.log(noise), float("-inf")).argmax(dim=1)
+    return torch.where(filters[:, 0] > 0, drawn.int(), select_greedy(logits))

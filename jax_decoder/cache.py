@@ -1,0 +1,118 @@
+"""The static memory map: every byte that a decode step reads or writes besides the weights.
+
+``[KV][logits][status][ring][tokens][positions]...``: the same map as the PyTorch decoder's, as
+leaves that are donated one by one, so that XLA writes each where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .config import ModelConfig
+
+MAX_STOP_IDS = 16
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer; slot p of a row belongs to the token at position p.
+
+    One array [B, K, S, H] a layer, or a single one [L, B, K, S, H]: by ``model.packing``.
+    """
+
+    k: tuple[Float[Array, "..."], ...]
+    v: tuple[Float[Array, "..."], ...]
+
+    @property
+    def stacked(self) -> bool:
+        return self.k[0].ndim == 5
+
+    @property
+    def length(self) -> int:
+        return self.k[0].shape[-2]
+
+    def read(self, layer: int) -> tuple[Float[Array, "B K S H"], Float[Array, "B K S H"]]:
+        return (self.k[0][layer], self.v[0][layer]) if self.stacked else (self.k[layer], self.v[layer])
+
+    def write(self, layer: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], slots: Int[Array, "B T"]) -> KVCache:
+        """Store new keys and values at ``slots``; a slot that does not exist is skipped.
+
+        A scatter that drops: ``dynamic_update_slice`` would clamp and overwrite the last slot.
+        """
+        rows = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+
+        def put(arrays: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
+            if self.stacked:
+                return (arrays[0].at[layer, rows, :, slots].set(new, mode="drop"),)
+            changed = arrays[layer].at[rows, :, slots].set(new, mode="drop")
+            return (*arrays[:layer], changed, *arrays[layer + 1 :])
+
+        return KVCache(put(self.k, k), put(self.v, v))
+
+    def row(self, row: Int[Array, ""]) -> KVCache:
+        """One row as a cache of batch 1."""
+        axis = self.k[0].ndim - 4
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis), self)
+
+    def with_row(self, row: Int[Array, ""], other: KVCache) -> KVCache:
+        """This cache with one row replaced by a cache of batch 1."""
+        axis = self.k[0].ndim - 4
+        return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis), self, other)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One named piece of the map: offset and nbytes in bytes, leaves in order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+def cache_shapes(config: ModelConfig, batch: int, max_seq_len: int, packing: str) -> list[tuple[int, ...]]:
+    """Shapes of the key arrays (and of the value arrays)."""
+    one = (batch, config.num_kv_heads, max_seq_len, config.head_dim)
+    return [(config.num_layers, *one)] if packing == "stacked" else [one] * config.num_layers
+
+
+def memory_map(config: ModelConfig, batch: int, max_seq_len: int, dtype: jnp.dtype, packing: str) -> list[Region]:
+    """All leaves of a state with offsets as if they lay end to end; allocates nothing."""
+    wanted = []
+    for index, shape in enumerate(cache_shapes(config, batch, max_seq_len, packing)):
+        name = "KV" if packing == "stacked" else f"KV_{index}"
+        wanted.append((name, (2, *shape), dtype))
+    wanted += state_leaves(batch, max_seq_len, config.vocab_size)
+    regions: list[Region] = []
+    for name, shape, kind in wanted:
+        offset = regions[-1].offset + regions[-1].nbytes if regions else 0
+        regions.append(Region(name, tuple(shape), jnp.dtype(kind), offset))
+    return regions
+
+
+def state_leaves(batch: int, max_seq_len: int, vocab_size: int) -> list[tuple[str, tuple[int, ...], jnp.dtype]]:
+    """Name, shape and dtype of every leaf of the state but the cache; see decode.DecodeState."""
+    # The newest token of a full cache has a position but needs no slot: hence the one more.
+    history = (batch, max_seq_len + 1)
+    return [
+        ("logits", (batch, vocab_size), jnp.float32),
+        ("status", (batch,), jnp.int32),
+        ("ring", history, jnp.int32),
+        ("logprobs", history, jnp.float32),
+        ("forced", history, jnp.int32),
+        ("tokens", (batch,), jnp.int32),
+        ("positions", (batch,), jnp.int32),
+        ("limits", (batch,), jnp.int32),
+        ("stop_ids", (batch, MAX_STOP_IDS), jnp.int32),
+        ("filters", (batch, 3), jnp.float32),
+        ("draws", (batch, 3), jnp.int32),
+    ]

@@ -1,0 +1,79 @@
+"""Plain kernels: jax.numpy and lax alone, and the form that fused kernels must equal."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+class Weight(NamedTuple):
+    """A layer's weight where it lies: an array of its own, or one index of a stacked array.
+
+    Kernels that can read a stacked array in place take the pair; the others ``read`` it.
+    """
+
+    array: Array
+    layer: int | None = None
+
+    def read(self) -> Array:
+        return self.array if self.layer is None else self.array[self.layer]
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    # float32 on a GPU would otherwise be multiplied as TF32, with 10 bits of mantissa.
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def linear(x: Float[Array, "*B K"], weight: Weight, bias: Weight | None = None, out_dtype: jnp.dtype | None = None) -> Float[Array, "*B M"]:
+    """``x @ weight.T + bias``; weights [M, K] as Hugging Face stores them, sums in float32."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, weight.read(), dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.read().astype(jnp.float32)
+    return out.astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Weight, eps: float) -> Float[Array, "*B D"]:
+    """Root mean square normalisation, statistics in float32 (arXiv 1910.07467; LlamaRMSNorm)."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight.read().astype(jnp.float32)).astype(x.dtype)
+
+
+def apply_rope(x: Float[Array, "B T M H"], rope: Float[Array, "B T 2 R"]) -> Float[Array, "B T M H"]:
+    """Rotate halves: R is H/2 and ``rope`` holds cosines and sines (transformers' rotate_half)."""
+    cos, sin = rope[:, :, None, 0], rope[:, :, None, 1]
+    # float32 on purpose: the table is float32 and rounding the products to bfloat16 would cost
+    # twice the error of rounding the result.
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def attend(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T M"]:
+    """Softmax attention over the whole cache; ``mask`` is true where a query may look.
+
+    Scores and softmax in float32. M is N * H. Slots past the row's end must hold finite values.
+    """
+    batch, length, heads, width = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, width)
+    precision = _precision(q.dtype)
+    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores * width**-0.5, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = jnp.einsum("bkgts,bksh->btkgh", weights, v, precision=precision, preferred_element_type=jnp.float32)
+    return out.reshape(batch, length, heads * width).astype(q.dtype)
+
+
+def gated_silu(gate_up: Float[Array, "*B F2"]) -> Float[Array, "*B F"]:
+    """``silu(gate) * up`` of the fused projection, F2 = 2 F (arXiv 2002.05202; LlamaMLP)."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up

@@ -1,0 +1,121 @@
+"""The parts of a decoder layer as nnx modules, with the names that Hugging Face gives them.
+
+Query, key and value projections are one matrix, gate and up another. A module is one layer's
+(``stack`` None), or holds the arrays of all layers with a leading axis and is called with the
+index of the layer that is meant.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from .cache import KVCache
+from .config import ModelConfig
+from .kernels import plain
+from .kernels.plain import Weight
+
+# Called with the name and value of a stage's input or output; returns the value to go on with.
+Tap = Callable[[str, Array], Array]
+
+
+def parameter(stack: int | None, dtype: jnp.dtype, *shape: int) -> nnx.Param:
+    """A parameter without values: build modules under ``nnx.eval_shape`` and fill them."""
+    return nnx.Param(jnp.zeros(shape if stack is None else (stack, *shape), dtype))
+
+
+class Linear(nnx.Module):
+    """``x @ weight.T + bias``; weight [out, in]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, stack: int | None, dtype: jnp.dtype):
+        self.weight = parameter(stack, dtype, out_features, in_features)
+        self.bias = parameter(stack, dtype, out_features) if bias else None
+
+    def __call__(self, x: Float[Array, "*B I"], layer: int | None) -> Float[Array, "*B O"]:
+        bias = None if self.bias is None else Weight(self.bias[...], layer)
+        return plain.linear(x, Weight(self.weight[...], layer), bias)
+
+
+class RMSNorm(nnx.Module):
+    """Source: transformers' LlamaRMSNorm."""
+
+    def __init__(self, width: int, eps: float, stack: int | None, dtype: jnp.dtype):
+        self.weight, self.eps = parameter(stack, dtype, width), eps
+
+    def __call__(self, x: Float[Array, "*B D"], layer: int | None) -> Float[Array, "*B D"]:
+        return plain.rms_norm(x, Weight(self.weight[...], layer), self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention over a static cache (transformers' Qwen3Attention and kin)."""
+
+    def __init__(self, config: ModelConfig, stack: int | None, dtype: jnp.dtype):
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, query_width + 2 * kv_width, config.qkv_bias, stack, dtype)
+        self.o_proj = Linear(query_width, config.hidden_size, config.o_bias, stack, dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, stack, dtype) if config.qk_norm else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        index: int,
+        layer: int | None,
+        rope: Float[Array, "B T 2 R"],
+        cache: KVCache,
+        slots: Int[Array, "B T"],
+        mask: Bool[Array, "B T S"],
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        batch, length, _ = x.shape
+        heads = self.qkv_proj(x, layer).reshape(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q, layer), self.k_norm(k, layer)
+        cache = cache.write(index, plain.apply_rope(k, rope), v, slots)
+        out = plain.attend(plain.apply_rope(q, rope), *cache.read(index), mask)
+        return self.o_proj(out, layer), cache
+
+
+class MLP(nnx.Module):
+    """Gated SiLU feed-forward (transformers' LlamaMLP)."""
+
+    def __init__(self, config: ModelConfig, stack: int | None, dtype: jnp.dtype):
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, stack, dtype)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, stack, dtype)
+
+    def __call__(self, x: Float[Array, "B T D"], layer: int | None) -> Float[Array, "B T D"]:
+        return self.down_proj(plain.gated_silu(self.gate_up_proj(x, layer)), layer)
+
+
+class DecoderLayer(nnx.Module):
+    """Pre-norm attention and MLP with residuals (transformers' LlamaDecoderLayer)."""
+
+    def __init__(self, config: ModelConfig, stack: int | None, dtype: jnp.dtype):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack, dtype)
+        self.self_attn = Attention(config, stack, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, stack, dtype)
+        self.mlp = MLP(config, stack, dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        index: int,
+        layer: int | None,
+        rope: Float[Array, "B T 2 R"],
+        cache: KVCache,
+        slots: Int[Array, "B T"],
+        mask: Bool[Array, "B T S"],
+        tap: Tap,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        name = f"layers.{index}"
+        x = tap(f"{name}.input", x)
+        attention_in = tap(f"{name}.self_attn.input", self.input_layernorm(x, layer))
+        attention, cache = self.self_attn(attention_in, index, layer, rope, cache, slots, mask)
+        x = x + tap(f"{name}.self_attn", attention)
+        mlp_in = tap(f"{name}.mlp.input", self.post_attention_layernorm(x, layer))
+        x = x + tap(f"{name}.mlp", self.mlp(mlp_in, layer))
+        return tap(name, x), cache

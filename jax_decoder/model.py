@@ -1,0 +1,78 @@
+"""The model: embedding, layers, final norm and output head. It is the only forward pass."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from .cache import KVCache
+from .config import ModelConfig
+from .kernels import plain
+from .kernels.plain import Weight
+from .layers import DecoderLayer, RMSNorm, Tap, parameter
+
+PACKINGS = ("separate", "stacked")
+
+
+class Buffer(nnx.Variable):
+    """An array that no checkpoint holds."""
+
+
+class Embedding(nnx.Module):
+    """Token embedding or output head, weight [V, D]."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype):
+        self.weight = parameter(None, dtype, config.vocab_size, config.hidden_size)
+
+
+class Model(nnx.Module):
+    """A dense decoder-only language model (transformers' LlamaForCausalLM and kin).
+
+    ``packing`` says how the layers' weights lie: "separate" arrays for each layer, best on a CPU,
+    where every slice of a stacked array would be copied; or "stacked" with a leading layer axis,
+    best on a GPU, where each array argument costs the host 1.5 µs a step. Build it under
+    ``nnx.eval_shape``; checkpoint.py fills it.
+    """
+
+    def __init__(self, config: ModelConfig, max_seq_len: int, packing: str, dtype: jnp.dtype):
+        self.config, self.max_seq_len, self.packing = config, max_seq_len, packing
+        self.embed_tokens = Embedding(config, dtype)
+        if packing == "stacked":
+            self.layers = DecoderLayer(config, config.num_layers, dtype)
+        else:
+            self.layers = nnx.List([DecoderLayer(config, None, dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, None, dtype)
+        # A tied head reads the embedding's own array: there is no second copy to go stale.
+        self.lm_head = None if config.tie_word_embeddings else Embedding(config, dtype)
+        self.rope = Buffer(jnp.zeros((max_seq_len, 2, config.head_dim // 2), jnp.float32))
+
+    def layer(self, index: int) -> tuple[DecoderLayer, int | None]:
+        """The one way to a layer's weights: its module, and its index there if they are stacked."""
+        return (self.layers, index) if self.packing == "stacked" else (self.layers[index], None)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache, tap: Tap = lambda name, value: value
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Hidden states before the final norm, and the cache with keys and values at ``positions``.
+
+        Positions past the last slot are not written. ``tap`` sees (and may replace) every stage.
+        """
+        x = tap("embed_tokens", self.embed_tokens.weight[...][tokens])
+        rope = self.rope[...].at[positions].get(mode="clip")
+        masks = self._masks(positions, cache.length)
+        for index in range(self.config.num_layers):
+            module, layer = self.layer(index)
+            x, cache = module(x, index, layer, rope, cache, positions, masks[self.config.sliding_windows[index]], tap)
+        return x, cache
+
+    def logits(self, hidden: Float[Array, "B T D"], tap: Tap = lambda name, value: value) -> Float[Array, "B T V"]:
+        """Final norm and output head: float32 logits."""
+        x = tap("norm", self.norm(tap("norm.input", hidden), None))
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return tap("lm_head", plain.linear(tap("lm_head.input", x), Weight(head.weight[...]), out_dtype=jnp.float32))
+
+    def _masks(self, positions: Int[Array, "B T"], slots: int) -> dict[int | None, Bool[Array, "B T S"]]:
+        """One mask for each different window: true where a query may look."""
+        distance = positions[..., None] - jnp.arange(slots, dtype=jnp.int32)
+        return {w: (distance >= 0) if w is None else (distance >= 0) & (distance < w) for w in set(self.config.sliding_windows)}

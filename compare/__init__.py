@@ -1,0 +1,1 @@
+"""The comparison: both decoders with and without graphs, parity beside every figure."""

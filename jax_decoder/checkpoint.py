@@ -7,11 +7,12 @@ another, and with packing "stacked" those of all layers in one array.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +109,7 @@ def _check_tied(directory: Path, handles: Mapping[Path, safe_open], found: Mappi
     embedding, head = (handles[found[name].file].get_tensor(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     if not np.array_equal(embedding, head):
         raise CheckpointError(
-            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight: "
-            "set tie_word_embeddings to false, or remove the tensor"
+            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight: set tie_word_embeddings to false, or remove the tensor"
         )
 
 
@@ -180,9 +180,7 @@ def flatten_model(model: Model) -> dict[str, Any]:
     return {".".join(str(key.key) for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(pure)}
 
 
-def load_parameters(
-    directory: str | Path, dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str
-) -> tuple[Model, dict[str, jax.Array]]:
+def load_parameters(directory: str | Path, dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str) -> tuple[Model, dict[str, jax.Array]]:
     """The abstract model of a directory, and its parameters with the rotary table, by name."""
     directory = resolve_directory(directory)
     config = ModelConfig.from_directory(directory)

@@ -9,9 +9,10 @@ a decoder that guesses gives fluent text and wrong numbers.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from .errors import CheckpointError, ConfigError
 
@@ -144,9 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path}: {len(text)} bytes that are not valid JSON ({error}): the file is probably cut off, fetch it again"
-        ) from None
+        raise CheckpointError(f"{path}: {len(text)} bytes that are not valid JSON ({error}): the file is probably cut off, fetch it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object: fetch it again")
     return value
@@ -217,8 +216,7 @@ class _Reader:
                 continue  # switched off
             raise self.fail(
                 name,
-                f"is {value!r}, which this decoder does not support: "
-                "remove the field only if you know that it does not change the forward pass",
+                f"is {value!r}, which this decoder does not support: remove the field only if you know that it does not change the forward pass",
             )
         if self.raw.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise self.fail("partial_rotary_factor", f"is {self.raw['partial_rotary_factor']!r}, only 1.0 is supported")
@@ -320,9 +318,7 @@ class _Reader:
         theta = self.number("rope_theta", 10000.0 if top_theta is None else top_theta, table)
         rope_type = table.get("rope_type", table.get("type", "default"))
         if rope_type not in _ROPE_FIELDS:
-            raise self.fail(
-                f"{name}.rope_type", f"is {rope_type!r}, expected one of {', '.join(_ROPE_FIELDS)} (dynamic and longrope depend on the length at run time)"
-            )
+            raise self.fail(f"{name}.rope_type", f"is {rope_type!r}, expected one of {', '.join(_ROPE_FIELDS)} (dynamic and longrope depend on the length at run time)")
         allowed = _ROPE_FIELDS[rope_type] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         unknown = sorted(key for key, value in table.items() if key not in allowed and value is not None)
         if rope_type == "default":  # transformers ignores the rest for the default type

@@ -89,18 +89,14 @@ def chunk_positions(start: Int[Array, ""], valid: Int[Array, ""], length: int, s
     return jnp.where(offsets < valid, start + offsets, slots)[None]
 
 
-def prefill_chunk(
-    model: Model, state: DecodeState, row: Int[Array, ""], tokens: Int[Array, " T"], start: Int[Array, ""], valid: Int[Array, ""]
-) -> DecodeState:
+def prefill_chunk(model: Model, state: DecodeState, row: Int[Array, ""], tokens: Int[Array, " T"], start: Int[Array, ""], valid: Int[Array, ""]) -> DecodeState:
     """Run ``valid`` prompt tokens from position ``start`` through the model into a row's cache."""
     positions = chunk_positions(start, valid, tokens.shape[0], state.cache.length)
     _, cache = model(tokens[None], positions, state.cache.row(row))
     return state._replace(cache=state.cache.with_row(row, cache))
 
 
-def score_chunk(
-    model: Model, cache: KVCache, tokens: Int[Array, " T"], start: Int[Array, ""], valid: Int[Array, ""]
-) -> tuple[KVCache, Float[Array, "T V"]]:
+def score_chunk(model: Model, cache: KVCache, tokens: Int[Array, " T"], start: Int[Array, ""], valid: Int[Array, ""]) -> tuple[KVCache, Float[Array, "T V"]]:
     """Logits of every token of a chunk, with the cache (batch 1) that the next chunk needs."""
     positions = chunk_positions(start, valid, tokens.shape[0], cache.length)
     hidden, cache = model(tokens[None], positions, cache)

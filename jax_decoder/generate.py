@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,8 +90,15 @@ class Decoder:
         ``max_seq_len`` is the cache's length in tokens, ``max_batch`` the rows that run at once.
         Raises ConfigError for settings, CheckpointError for files, DeviceError for the device.
         """
-        _refuse_unsupported(capture=(capture, "lazy"), memory_budget=(memory_budget, None), batch_invariant=(batch_invariant, False),
-                            logits_hook=(logits_hook, None), eager=(tuple(eager), ()), tensor_parallel=(tensor_parallel, 1), strict=(bool(strict), strict))
+        _refuse_unsupported(
+            capture=(capture, "lazy"),
+            memory_budget=(memory_budget, None),
+            batch_invariant=(batch_invariant, False),
+            logits_hook=(logits_hook, None),
+            eager=(tuple(eager), ()),
+            tensor_parallel=(tensor_parallel, 1),
+            strict=(bool(strict), strict),
+        )
         if dtype not in DTYPES:
             raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
         if kernels not in ("auto", *KERNELS):
@@ -317,7 +325,7 @@ def _refuse_unsupported(**settings: tuple[Any, Any]) -> None:
 
 
 def resolve_device(device: str) -> jax.Device:
-    """"auto" is JAX's default device. Raises DeviceError for one that is not there."""
+    """ "auto" is JAX's default device. Raises DeviceError for one that is not there."""
     if device == "auto":
         return jax.devices()[0]
     if device not in ("cpu", "gpu", "cuda"):

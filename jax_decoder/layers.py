@@ -7,7 +7,7 @@ index of the layer that is meant.
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx

@@ -51,9 +51,7 @@ class Model(nnx.Module):
         """The one way to a layer's weights: its module, and its index there if they are stacked."""
         return (self.layers, index) if self.packing == "stacked" else (self.layers[index], None)
 
-    def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache, tap: Tap = lambda name, value: value
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
+    def __call__(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: KVCache, tap: Tap = lambda name, value: value) -> tuple[Float[Array, "B T D"], KVCache]:
         """Hidden states before the final norm, and the cache with keys and values at ``positions``.
 
         Positions past the last slot are not written. ``tap`` sees (and may replace) every stage.

@@ -8,8 +8,9 @@ it; beside it lie config.json, generation_config.json, the tokenizer's files and
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import jax
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +103,7 @@ def check_ids(ids: Iterable[Any], vocab_size: int, what: str) -> list[int]:
     checked = []
     for position, value in enumerate(ids):
         kind = getattr(getattr(value, "dtype", None), "kind", None)
-        whole = isinstance(value, int) and not isinstance(value, bool) or kind in ("i", "u")
+        whole = (isinstance(value, int) and not isinstance(value, bool)) or kind in ("i", "u")
         if not whole or not 0 <= int(value) < vocab_size:
             raise DecoderError(f"{what}: id {value!r} at position {position}, expected an integer from 0 to {vocab_size - 1} (vocabulary size {vocab_size})")
         checked.append(int(value))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from .errors import ConfigError, DeviceError
 from .model import Model
 
 LAUNCHES = ("auto", "op_by_op", "jit", "command_buffer")
-PREFILL_CHUNK = {"cpu": 64, "gpu": 512}  # tokens a forward pass; fixed, so that prefill compiles once
+PREFILL_CHUNK = {"cpu": 32, "gpu": 512}  # tokens a forward pass; fixed, so that prefill compiles once
 # The same lowering with command buffers off: an empty list of command types.
 _NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 

@@ -9,12 +9,12 @@ no shape depends on a value.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
-import numpy as np
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from .errors import ConfigError
@@ -75,9 +75,7 @@ def _scalar(value: object, kind: type) -> float | int | None:
 GREEDY = Sampling(temperature=0.0)
 
 
-def threefry_2x32(
-    key: tuple[UInt[Array, "..."], UInt[Array, "..."]], counter: tuple[UInt[Array, "..."], UInt[Array, "..."]]
-) -> tuple[UInt[Array, "..."], UInt[Array, "..."]]:
+def threefry_2x32(key: tuple[UInt[Array, "..."], UInt[Array, "..."]], counter: tuple[UInt[Array, "..."], UInt[Array, "..."]]) -> tuple[UInt[Array, "..."], UInt[Array, "..."]]:
     """Twenty rounds of Threefry-2x32 on uint32 arrays.
 
     Written out, not called from jax.random: both decoders must draw the same bits whatever the
@@ -128,9 +126,7 @@ def _largest_key_where(reached: Callable[[Array], Array], rows: int) -> Int[Arra
     return low
 
 
-def kept_tokens(
-    logits: Float[Array, "B V"], filters: Float[Array, "B 3"], top_k: Int[Array, " B"]
-) -> tuple[Float[Array, "B V"], Bool[Array, "B V"]]:
+def kept_tokens(logits: Float[Array, "B V"], filters: Float[Array, "B 3"], top_k: Int[Array, " B"]) -> tuple[Float[Array, "B V"], Bool[Array, "B V"]]:
     """Logits divided by temperature and shifted to a maximum of 0, and which tokens remain.
 
     ``filters`` holds temperature, top_p and min_p of each row.
@@ -167,9 +163,7 @@ def select_greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
 
-def select_sampled(
-    logits: Float[Array, "B V"], positions: Int[Array, " B"], filters: Float[Array, "B 3"], draws: Int[Array, "B 3"]
-) -> Int[Array, " B"]:
+def select_sampled(logits: Float[Array, "B V"], positions: Int[Array, " B"], filters: Float[Array, "B 3"], draws: Int[Array, "B 3"]) -> Int[Array, " B"]:
     """Draw one token a row; rows with temperature 0 take the greedy one.
 
     ``positions`` are those of the tokens to be drawn; ``draws`` holds top_k, seed and row id.

@@ -6,10 +6,10 @@ are packed: query, key and value rows lie in one matrix, gate and up in another.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, Iterator, Mapping
 
 import torch
 from safetensors import safe_open
@@ -40,6 +40,7 @@ def table(config: ModelConfig) -> dict[str, Slot]:
     query, kv = config.num_heads * head, config.num_kv_heads * head
     slots = {"model.embed_tokens.weight": Slot("embed_tokens.weight", 0, (config.vocab_size, width))}
     for i in range(config.num_layers):
+
         def put(name: str, parameter: str, start: int, *shape: int, bias: bool = False, layer: str = f"layers.{i}") -> None:
             slots[f"model.{layer}.{name}.weight"] = Slot(f"{layer}.{parameter}.weight", start, shape)
             if bias:
@@ -96,8 +97,7 @@ def _check_tied(directory: Path, handles: Mapping[Path, safe_open], found: Mappi
     embedding, head = (handles[found[name].file].get_tensor(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     if not torch.equal(embedding, head):
         raise CheckpointError(
-            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight: "
-            "set tie_word_embeddings to false, or remove the tensor"
+            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight: set tie_word_embeddings to false, or remove the tensor"
         )
 
 

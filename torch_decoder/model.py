@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -62,10 +62,12 @@ class Model(nn.Module):
         """Hidden states before the final norm; keys and values go into ``cache`` at ``positions``."""
         x = self.embed_tokens(tokens)
         rope = F.embedding(positions, self.rope.view(self.max_seq_len, -1)).view(*positions.shape, 2, -1)
+        # Only the step is compiled: prompts come in many lengths, and each would compile anew.
+        call_layer = self._call_layer if tokens.shape[1] == 1 else DecoderLayer.__call__
         masks = self._masks(positions, cache.k[0].shape[2], x.dtype)
         for index, layer in enumerate(self.layers):
             mask = masks[self.config.sliding_windows[index]]
-            x = self._call_layer(layer, x, rope, cache.k[index], cache.v[index], positions, mask)
+            x = call_layer(layer, x, rope, cache.k[index], cache.v[index], positions, mask)
         return x
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:

@@ -9,8 +9,8 @@ no shape depends on a value.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
 import torch
@@ -75,9 +75,7 @@ def _scalar(value: object, kind: type) -> float | int | None:
 GREEDY = Sampling(temperature=0.0)
 
 
-def threefry_2x32(
-    key: tuple[Int[Tensor, "..."], Int[Tensor, "..."]], counter: tuple[Int[Tensor, "..."], Int[Tensor, "..."]]
-) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+def threefry_2x32(key: tuple[Int[Tensor, "..."], Int[Tensor, "..."]], counter: tuple[Int[Tensor, "..."], Int[Tensor, "..."]]) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
     """Twenty rounds of Threefry-2x32 on int32 tensors (bit patterns of uint32; addition wraps)."""
     keys = (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)
     x, y = counter[0] + keys[0], counter[1] + keys[1]
@@ -123,9 +121,7 @@ def _largest_key_where(reached: Callable[[Tensor], Tensor], like: Tensor) -> Int
     return low
 
 
-def kept_tokens(
-    logits: Float[Tensor, "B V"], filters: Float[Tensor, "B 3"], top_k: Int[Tensor, " B"]
-) -> tuple[Float[Tensor, "B V"], Bool[Tensor, "B V"]]:
+def kept_tokens(logits: Float[Tensor, "B V"], filters: Float[Tensor, "B 3"], top_k: Int[Tensor, " B"]) -> tuple[Float[Tensor, "B V"], Bool[Tensor, "B V"]]:
     """Logits divided by temperature and shifted to a maximum of 0, and which tokens remain.
 
     ``filters`` holds temperature, top_p and min_p of each row.
@@ -161,9 +157,7 @@ def select_greedy(logits: Float[Tensor, "B V"]) -> Int[Tensor, " B"]:
     return logits.argmax(dim=1).int()
 
 
-def select_sampled(
-    logits: Float[Tensor, "B V"], positions: Int[Tensor, " B"], filters: Float[Tensor, "B 3"], draws: Int[Tensor, "B 3"]
-) -> Int[Tensor, " B"]:
+def select_sampled(logits: Float[Tensor, "B V"], positions: Int[Tensor, " B"], filters: Float[Tensor, "B 3"], draws: Int[Tensor, "B 3"]) -> Int[Tensor, " B"]:
     """Draw one token a row; rows with temperature 0 take the greedy one.
 
     ``positions`` are those of the tokens to be drawn; ``draws`` holds top_k, seed and row id.

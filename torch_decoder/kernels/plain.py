@@ -15,8 +15,18 @@ _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_l
 def linear(x: Float[Tensor, "*B K"], weight: Float[Tensor, "M K"], bias: Float[Tensor, " M"] | None = None) -> Float[Tensor, "*B M"]:
     """``x @ weight.T + bias``, weights as Hugging Face stores them (torch.nn.Linear)."""
     if _ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        # Inductor knows this operator for constant weights only; behind a name of our own it stays as it is.
+        product = _opaque_onednn_linear if torch.compiler.is_compiling() else _onednn_linear
+        return product(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+_opaque_onednn_linear = torch.library.custom_op("decode_graphs::onednn_linear", _onednn_linear, mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_opaque_onednn_linear.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
 
 
 def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) -> Float[Tensor, "*B D"]:

@@ -1,0 +1,34 @@
+"""What every test shares. The checks of shapes and dtypes in signatures are switched on in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+from tests.helpers import DEMO, checkpoint
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("demo") and not (DEMO / "model.safetensors").exists():
+        pytest.skip("needs the demo model: scripts/fetch_demo.py fetches it")
+
+
+@pytest.fixture(scope="session")
+def strong(tmp_path_factory: pytest.TempPathFactory):
+    """``strong(family, **overrides)``: the path of a tiny strong checkpoint, made once a session."""
+    root, made = tmp_path_factory.mktemp("strong"), {}
+
+    def get(family: str, **overrides):
+        key = (family, repr(sorted(overrides.items())))
+        if key not in made:
+            made[key] = checkpoint(root / f"{family}-{len(made)}", family, **overrides)
+        return made[key]
+
+    return get

@@ -72,7 +72,10 @@ class Model(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Final norm and output head: float32 logits."""
-        x = self.norm(hidden)
+        return self.head(self.norm(hidden))
+
+    def head(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
+        """Output head alone: float32 logits of normalised hidden states."""
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return plain.linear(x, weight).float()
 

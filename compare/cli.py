@@ -1,0 +1,128 @@
+"""``python -m compare run|parity|report|doctor``. Exit 0 good, 1 a parity check failed, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_decoder import DecoderError as JaxError
+from torch_decoder import DecoderError as TorchError
+
+from . import results
+from .timing import MeasurementError
+from .workload import VARIANTS, Workload
+
+DEMO_MODEL = "models/smollm2-135m-instruct"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m compare", description="Compare decoders with and without graphs: parity and speed.")
+    commands = p.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="measure every variant that this machine has")
+    run.add_argument("--model", default=DEMO_MODEL, help="model directory (default: %(default)s)")
+    run.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: %(default)s)")
+    run.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
+    run.add_argument("--new-tokens", type=int, default=64, help="new tokens a row (default: %(default)s)")
+    run.add_argument("--max-seq-len", type=int, default=128, help="cache length in tokens (default: %(default)s)")
+    run.add_argument("--rounds", type=int, default=12, help="timed blocks of 4 steps for each variant (default: %(default)s)")
+    run.add_argument("--repeats", type=int, default=3, help="timed generations for each variant (default: %(default)s)")
+    run.add_argument("--only", nargs="+", metavar="WORD", help="only variants whose label holds one of these words")
+    run.add_argument("--out", default="compare/results/local/run.json", help="result file (default: %(default)s)")
+    run.add_argument("--report", help="also write the HTML report here")
+    run.add_argument("--json", action="store_true", help="print the result object in place of the table")
+    parity = commands.add_parser("parity", help="climb layer by layer and name what differs first")
+    parity.add_argument("--model", default=DEMO_MODEL, help="model directory (default: %(default)s)")
+    parity.add_argument("--reference", default="transformers", help="transformers, or another model directory (default: %(default)s)")
+    parity.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: %(default)s)")
+    parity.add_argument("--framework", choices=("torch", "jax"), help="one decoder only (default: both)")
+    report = commands.add_parser("report", help="make the HTML report of a result file, without measuring")
+    report.add_argument("result", help="result file of `compare run`")
+    report.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
+    doctor = commands.add_parser("doctor", help="what this machine has and which variants can run")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def _run(args: argparse.Namespace) -> int:
+    from jax_decoder.config import ModelConfig
+    from jax_decoder.files import resolve_directory
+
+    from .run import compare
+    from .table import print_table
+
+    workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len)
+    ModelConfig.from_directory(resolve_directory(workload.directory))  # bad input is found before any worker starts
+    variants = [v for v in VARIANTS if not args.only or any(word in v.label().split() for word in args.only)]
+    if not variants:
+        raise results.ResultError(f"--only {' '.join(args.only)} matches no variant, expected words of: {', '.join(v.label() for v in VARIANTS)}")
+    result = compare(workload, variants, args.rounds, args.repeats)
+    results.save(result, Path(args.out))
+    if args.report:
+        from .report import write
+
+        write(result, Path(args.report))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_table(result)
+    verdicts = [v["parity"]["verdict"] for v in result["variants"] if "parity" in v]
+    crashed = [v for v in result["variants"] if "worker ended" in v.get("not_measured", "")]
+    return 0 if verdicts and set(verdicts) == {"pass"} and not crashed else 1
+
+
+def _parity(args: argparse.Namespace) -> int:
+    from .ladder import climb
+
+    failed = False
+    for framework in (args.framework,) if args.framework else ("torch", "jax"):
+        rungs = climb(args.model, framework, args.dtype, args.reference)
+        worst = max(rungs, key=lambda r: r.error / r.allowed)
+        first = next((r for r in rungs if not r.passed), None)
+        if first is None:
+            print(f"{framework}: pass, {len(rungs)} stages; closest to its bar is {worst.stage}: {worst.error:.2e} of {worst.allowed:.2e}")
+            continue
+        failed = True
+        print(
+            f"{framework}: FAIL at {first.stage}, index {list(first.index)}: {first.ours:.6g}, reference {first.reference:.6g} (error {first.error:.2e}, allowed {first.allowed:.2e})"
+        )
+        print(f"  look at: {first.suspect}")
+    return 1 if failed else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .report import write
+
+    write(results.load(args.result), Path(args.out))
+    print(args.out)
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import diagnose, lines
+
+    found: dict[str, Any] = diagnose()
+    print(json.dumps(found) if args.json else "\n".join(lines(found)))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("compare").setLevel(logging.INFO)
+    try:
+        return {"run": _run, "parity": _parity, "report": _report, "doctor": _doctor}[args.command](args)
+    except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
+        print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("compare: interrupted", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""transformers: the reference for numbers, and the peer for speed."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from .parity import compare_logits
+from .timing import quantiles
+from .workload import PROMPTS, Variant, Workload
+
+
+class _Forcing(LogitsProcessor):
+    """Notes the time and, where asked, the logits of each step of ``generate``; forces its tokens."""
+
+    def __init__(self, forced: torch.Tensor, keep_logits: bool):
+        self.forced, self.keep_logits = forced, keep_logits
+        self.times: list[float] = []
+        self.logits: list[np.ndarray] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.device.type == "cuda":
+            torch.cuda.synchronize()
+        if self.keep_logits:
+            self.logits.append(scores.float().cpu().numpy())
+        chosen = self.forced[:, len(self.times)]
+        self.times.append(time.perf_counter())
+        return torch.full_like(scores, float("-inf")).scatter_(1, chosen[:, None], 0.0)
+
+
+def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Write the reference file, then judge and time ``generate`` itself."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    prompts = encode_prompts(workload)
+    reference = AutoModelForCausalLM.from_pretrained(workload.directory, dtype=torch.float32).to(device).eval()
+    tokens, logits = _reference(reference, prompts, workload.new_tokens)
+    stored = {"prompts": json.dumps(prompts), "tokens": tokens, "logits": logits}
+    started = time.perf_counter()
+    model = reference
+    if workload.dtype != "float32":
+        model = AutoModelForCausalLM.from_pretrained(workload.directory, dtype=getattr(torch, workload.dtype)).to(device).eval()
+        stored["theirs"] = _teacher_forced(model, prompts, tokens)
+    load_s = time.perf_counter() - started
+    np.savez(job["reference"], **stored)
+    if not job["variants"]:
+        return []
+    batch = _left_padded(model, prompts, device)
+    stepped = np.stack(_generate(model, batch, tokens, keep_logits=True).logits)
+    verdict = compare_logits(stepped, logits, workload.dtype, stored.get("theirs"))
+    samples, seconds, cpu = _time(model, batch, tokens, job["repeats"])
+    from torch_decoder.config import ModelConfig
+
+    from .worker import weight_bytes
+
+    step_ms = quantiles(samples)
+    return [
+        {
+            **Variant("transformers", "eager").as_dict(),
+            "batch": workload.batch,
+            "bucket": workload.batch,
+            "parity": verdict.as_dict(),
+            "step_ms": step_ms,
+            "cpu_ms_per_step": cpu,
+            "tokens_per_s": tokens.size / seconds,
+            "achieved_gb_per_s": weight_bytes(ModelConfig.from_directory(workload.directory), workload.dtype) / step_ms["p50"] / 1e6,
+            "load_s": load_s,
+            "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,
+        }
+    ]
+
+
+def encode_prompts(workload: Workload) -> list[list[int]]:
+    """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
+    from torch_decoder.config import ModelConfig
+    from torch_decoder.text import Tokenizer
+
+    tokenizer, vocab = Tokenizer(workload.directory), ModelConfig.from_directory(workload.directory).vocab_size
+    if tokenizer.present:
+        return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
+    return [[(37 * t + 11 * row + 5) % vocab for t in range(5 + row % 4)] for row in range(workload.batch)]
+
+
+@torch.no_grad()
+def _reference(model: torch.nn.Module, prompts: list[list[int]], new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Greedy tokens [B, steps] row by row, and float32 logits [steps, B, V] of one full pass each."""
+    rows = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device=model.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
+        rows.append(out[0, len(prompt) :].cpu().numpy())
+    tokens = np.stack(rows)
+    return tokens, _teacher_forced(model, prompts, tokens)
+
+
+@torch.no_grad()
+def _teacher_forced(model: torch.nn.Module, prompts: list[list[int]], tokens: np.ndarray) -> np.ndarray:
+    collected = []
+    for prompt, row in zip(prompts, tokens):
+        whole = torch.tensor([[*prompt, *row[:-1].tolist()]], device=model.device)
+        collected.append(model(whole).logits[0, len(prompt) - 1 :].float().cpu().numpy())
+    return np.stack(collected, axis=1)
+
+
+def _left_padded(model: torch.nn.Module, prompts: list[list[int]], device: str) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+@torch.no_grad()
+def _generate(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: np.ndarray, keep_logits: bool) -> _Forcing:
+    forcing = _Forcing(torch.from_numpy(tokens).to(model.device), keep_logits)
+    count = tokens.shape[1]
+    model.generate(**batch, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0, logits_processor=LogitsProcessorList([forcing]))
+    return forcing
+
+
+@torch.no_grad()
+def _plain_generate(model: torch.nn.Module, batch: dict[str, torch.Tensor], count: int) -> None:
+    model.generate(**batch, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _time(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: np.ndarray, repeats: int) -> tuple[list[float], float, float]:
+    """Step samples in ms from a forced run; median seconds and CPU ms a step of plain ``generate``."""
+    samples: list[float] = []
+    seconds, cpu = [], []
+    _plain_generate(model, batch, tokens.shape[1])
+    for _ in range(repeats):
+        samples += (np.diff(_generate(model, batch, tokens, keep_logits=False).times) * 1e3).tolist()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        _plain_generate(model, batch, tokens.shape[1])
+        seconds.append(time.perf_counter() - started)
+        cpu.append((time.process_time() - cpu_started) / tokens.shape[1] * 1e3)
+    return samples, float(np.median(seconds)), float(np.median(cpu))

@@ -1,0 +1,61 @@
+"""The result file: one JSON object a run, checked when written and when read."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+_TOP = ("schema_version", "created", "workload", "environment", "ceilings", "variants")
+_VARIANT = ("framework", "launch", "kernels", "sampling", "batch", "bucket")
+
+
+class ResultError(Exception):
+    """A result file that is damaged, of another schema, or says less than it must."""
+
+
+def make(workload: dict[str, Any], environment: dict[str, Any], ceilings: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    result = {"schema_version": SCHEMA_VERSION, "created": created, "workload": workload, "environment": environment, "ceilings": ceilings, "variants": variants}
+    check(result, "this run")
+    return result
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """Write next to the target and rename: a reader never sees half a file."""
+    check(result, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """Read and check a result file; ResultError says found, expected, remedy."""
+    path = Path(path).expanduser()
+    try:
+        result = json.loads(path.read_text())
+    except OSError as error:
+        raise ResultError(f"{path}: cannot be read ({error.strerror}), expected a result file of `compare run`") from None
+    except ValueError as error:
+        raise ResultError(f"{path}: {path.stat().st_size} bytes that are not JSON ({error}): probably cut off, measure again") from None
+    check(result, str(path))
+    return result
+
+
+def check(result: Any, source: str) -> None:
+    if not isinstance(result, dict) or result.get("schema_version") != SCHEMA_VERSION:
+        found = result.get("schema_version") if isinstance(result, dict) else type(result).__name__
+        raise ResultError(f"{source}: schema_version is {found!r}, expected {SCHEMA_VERSION}: measure again with this version")
+    if missing := [name for name in _TOP if name not in result]:
+        raise ResultError(f"{source}: {', '.join(missing)} missing: the file is not whole, measure again")
+    for number, variant in enumerate(result["variants"]):
+        if missing := [name for name in _VARIANT if name not in variant]:
+            raise ResultError(f"{source}: variant {number} has no {', '.join(missing)}: measure again")
+        if "step_ms" in variant and "verdict" not in (variant.get("parity") or {}):
+            raise ResultError(f"{source}: variant {number} has a latency and no parity verdict: such a number is not shown, measure again")
+        if "step_ms" not in variant and "not_measured" not in variant:
+            raise ResultError(f"{source}: variant {number} has neither a latency nor a reason in not_measured: measure again")

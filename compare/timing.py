@@ -1,0 +1,96 @@
+"""Clocks: interleaved arms, one process, everything compiled and warm before the first sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+STEPS_A_BLOCK = 4
+WARM_UP_STEPS = 3
+
+
+class MeasurementError(Exception):
+    """Clocks that contradict each other, or a measurement that was disturbed."""
+
+
+class Arm(Protocol):
+    """What timing needs of a variant; worker.py makes them."""
+
+    def restart(self) -> None:
+        """Go back to the end of the prompt."""
+
+    def step(self) -> None:
+        """Enqueue one decode step."""
+
+    def wait(self) -> None:
+        """Return when the device has done everything."""
+
+    def compilations(self) -> int:
+        """How often anything was compiled so far."""
+
+
+def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int) -> list[dict[str, Any]]:
+    """Time decode steps of all arms, interleaved ABBA; one result an arm.
+
+    Each sample is the wall time of STEPS_A_BLOCK steps ended by a wait, divided by their number.
+    ``steps_available`` is how many steps fit between restarts. Raises MeasurementError if a step
+    compiled something while it was timed.
+    """
+    for arm in arms:
+        arm.restart()
+        for _ in range(WARM_UP_STEPS):
+            arm.step()
+        arm.wait()
+    before = [arm.compilations() for arm in arms]
+    samples: list[list[float]] = [[] for _ in arms]
+    dispatch: list[list[float]] = [[] for _ in arms]
+    cpu: list[list[float]] = [[] for _ in arms]
+    left = [steps_available - WARM_UP_STEPS] * len(arms)
+    for round_number in range(rounds):
+        order = range(len(arms)) if round_number % 2 == 0 else range(len(arms) - 1, -1, -1)
+        for i in order:
+            if left[i] < STEPS_A_BLOCK:
+                arms[i].restart()
+                left[i] = steps_available
+            left[i] -= STEPS_A_BLOCK
+            step_s, dispatch_s, cpu_s = _block(arms[i])
+            samples[i].append(step_s * 1e3)
+            dispatch[i].append(dispatch_s * 1e6)
+            cpu[i].append(cpu_s * 1e3)
+    for arm, count in zip(arms, before):
+        if arm.compilations() != count:
+            raise MeasurementError(f"{arm}: {arm.compilations() - count} compilations inside the measurement: its times mean nothing")
+    return [{"step_ms": quantiles(s), "host_dispatch_us": float(np.median(d)), "cpu_ms_per_step": float(np.median(c))} for s, d, c in zip(samples, dispatch, cpu)]
+
+
+def _block(arm: Arm) -> tuple[float, float, float]:
+    """Seconds a step: wall, until all were enqueued, and CPU time of the process."""
+    arm.wait()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    for _ in range(STEPS_A_BLOCK):
+        arm.step()
+    enqueued = time.perf_counter()
+    arm.wait()
+    ended, cpu_ended = time.perf_counter(), time.process_time()
+    return (ended - started) / STEPS_A_BLOCK, (enqueued - started) / STEPS_A_BLOCK, (cpu_ended - cpu_started) / STEPS_A_BLOCK
+
+
+def quantiles(samples: Sequence[float]) -> dict[str, Any]:
+    """p10, p50, p90 and every sample."""
+    p10, p50, p90 = (float(np.quantile(samples, q)) for q in (0.1, 0.5, 0.9))
+    return {"p10": p10, "p50": p50, "p90": p90, "samples": [float(s) for s in samples]}
+
+
+def time_generations(generate: Sequence[Callable[[], None]], repeats: int) -> list[float]:
+    """Median seconds of whole generations, interleaved; run each once before."""
+    seconds: list[list[float]] = [[] for _ in generate]
+    for round_number in range(repeats):
+        order = range(len(generate)) if round_number % 2 == 0 else range(len(generate) - 1, -1, -1)
+        for i in order:
+            started = time.perf_counter()
+            generate[i]()
+            seconds[i].append(time.perf_counter() - started)
+    return [float(np.median(s)) for s in seconds]

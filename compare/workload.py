@@ -1,0 +1,77 @@
+"""What is compared: a workload, and the variants that run it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_decoder.errors import ConfigError
+
+# Prompts of the quick comparison; rows take them in turn, so their lengths differ.
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Water boils at one hundred degrees because",
+    "Once upon a time, in a small village by the sea, there lived",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """model, dtype, batch (rows), prompt and new tokens a row, cache length in tokens."""
+
+    model: str
+    dtype: str = "float32"
+    batch: int = 1
+    new_tokens: int = 64
+    max_seq_len: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "new_tokens", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype is {self.dtype!r}, expected float32, bfloat16 or float16")
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.model).expanduser().resolve()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One arm: framework, launch mode, kernels and sampling kind."""
+
+    framework: str
+    launch: str
+    kernels: str = "plain"
+    sampling: str = "greedy"
+
+    def label(self) -> str:
+        return f"{self.framework} {self.launch} {self.kernels}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# Everything that is or will be compared; the second table says what a machine lacks for a variant.
+VARIANTS = (
+    Variant("transformers", "eager"),
+    Variant("torch", "eager"),
+    Variant("torch", "eager", "compiled"),
+    Variant("torch", "cuda_graph"),
+    Variant("jax", "op_by_op"),
+    Variant("jax", "jit"),
+    Variant("jax", "command_buffer"),
+)
+NEEDS_CUDA = {"cuda_graph", "command_buffer", "hybrid", "device_loop"}
+
+
+def why_not(variant: Variant, cuda: dict[str, bool]) -> str | None:
+    """Why a variant cannot run here, or None. ``cuda`` says for each framework whether it sees a GPU."""
+    if variant.launch in NEEDS_CUDA and not cuda.get(variant.framework, False):
+        return "no CUDA device"
+    if variant == Variant("torch", "cuda_graph"):
+        return "not built yet"
+    return None

@@ -1,0 +1,51 @@
+"""Every code block of the README runs; what needs minutes or the network is named here with its reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.strip().splitlines()]
+ELSEWHERE = {"scripts/quickstart": "installs and measures for minutes", "scripts/test": "runs this very test"}
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PATH": path, **environment})
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("code", [block for kind, block in BLOCKS if kind == "python"])
+def test_python_blocks_run(code):
+    done = run([sys.executable, "-c", code])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.demo
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ELSEWHERE])
+def test_commands_run(command, tmp_path):
+    done = run(shlex.split(command.replace("/tmp/", f"{tmp_path.parent}/")))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("script", ELSEWHERE)
+def test_scripts_are_whole(script):
+    assert run(["bash", "-n", script]).returncode == 0
+    assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize("script", ["minimal_torch.py", "minimal_jax.py"])
+def test_minimal_scripts_run_and_stay_small(script):
+    assert len((ROOT / "scripts" / script).read_text().splitlines()) <= 60
+    done = run([sys.executable, f"scripts/{script}"])
+    assert done.returncode == 0, done.stderr
+    assert "a step" in done.stdout

@@ -147,7 +147,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         xla_flags.check_environment()
     stored = np.load(job["reference"])
     prompts, forced = json.loads(str(stored["prompts"])), stored["tokens"].tolist()
-    theirs = stored["theirs"] if "theirs" in stored else None
+    theirs = stored.get("theirs")
     arms, failures = [], []
     for variant in variants:
         try:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from .config import ModelConfig
 
 MAX_STOP_IDS = 16
+FLOAT32, INT32 = jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)
 
 
 class KVCache(NamedTuple):
@@ -104,15 +105,15 @@ def state_leaves(batch: int, max_seq_len: int, vocab_size: int) -> list[tuple[st
     # The newest token of a full cache has a position but needs no slot: hence the one more.
     history = (batch, max_seq_len + 1)
     return [
-        ("logits", (batch, vocab_size), jnp.float32),
-        ("status", (batch,), jnp.int32),
-        ("ring", history, jnp.int32),
-        ("logprobs", history, jnp.float32),
-        ("forced", history, jnp.int32),
-        ("tokens", (batch,), jnp.int32),
-        ("positions", (batch,), jnp.int32),
-        ("limits", (batch,), jnp.int32),
-        ("stop_ids", (batch, MAX_STOP_IDS), jnp.int32),
-        ("filters", (batch, 3), jnp.float32),
-        ("draws", (batch, 3), jnp.int32),
+        ("logits", (batch, vocab_size), FLOAT32),
+        ("status", (batch,), INT32),
+        ("ring", history, INT32),
+        ("logprobs", history, FLOAT32),
+        ("forced", history, INT32),
+        ("tokens", (batch,), INT32),
+        ("positions", (batch,), INT32),
+        ("limits", (batch,), INT32),
+        ("stop_ids", (batch, MAX_STOP_IDS), INT32),
+        ("filters", (batch, 3), FLOAT32),
+        ("draws", (batch, 3), INT32),
     ]

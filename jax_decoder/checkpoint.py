@@ -28,7 +28,7 @@ from .files import check_against, resolve_directory, stored_tensors
 from .model import Model
 from .rope import rope_table
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 # Either a sharding for every parameter, or a function from its name and shape to one.
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
 
@@ -136,7 +136,7 @@ def pack(tensors: Iterable[tuple[str, Any]], config: ModelConfig, model: Model, 
         slot = slots[name]
         target = parameters[slot.parameter]
         # Small tensors are replicated next to a sharded target; XLA cuts them.
-        part = tensor if isinstance(tensor, jax.Array) else jax.device_put(tensor, _beside(target, tensor.ndim))
+        part = jax.device_put(tensor, _beside(target, tensor.ndim))
         start = (slot.start, *(0 for _ in slot.shape[1:]))
         start = start if slot.layer is None else (slot.layer, *start)
         parameters[slot.parameter], finite[name] = _place(target, part, tuple(map(np.int32, start)))

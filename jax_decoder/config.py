@@ -165,7 +165,7 @@ class _Reader:
     def __init__(self, raw: Mapping[str, Any], source: str):
         self.raw, self.source = raw, source
         family = raw.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError(f"{source}: model_type is {family!r}, expected one of {', '.join(sorted(FAMILIES))}")
         self.family: str = family
         self.defaults = FAMILIES[family]
@@ -229,7 +229,7 @@ class _Reader:
             raise self.fail(name, f"is {value!r}, expected a positive integer")
         return value
 
-    def number(self, name: str, default: float | None, table: Mapping[str, Any] | None = None) -> float:
+    def number(self, name: str, default: Any, table: Mapping[str, Any] | None = None) -> float:
         value = (self.raw if table is None else table).get(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             raise self.fail(name, f"is {value!r}, expected a positive number")
@@ -298,7 +298,7 @@ class _Reader:
 
     def windows_from_layer_types(self, layer_types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
         known = {"full_attention", "sliding_attention"}
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= known:
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers or not all(isinstance(kind, str) and kind in known for kind in layer_types):
             raise self.fail("layer_types", f"is {layer_types!r}, expected {num_layers} entries from {sorted(known)}")
         if self.family == "mistral" and len(set(layer_types)) > 1:
             raise self.fail("layer_types", "mixes kinds of attention, which transformers' mistral model does not support")
@@ -317,7 +317,7 @@ class _Reader:
         top_theta = self.raw.get("rope_theta")
         theta = self.number("rope_theta", 10000.0 if top_theta is None else top_theta, table)
         rope_type = table.get("rope_type", table.get("type", "default"))
-        if rope_type not in _ROPE_FIELDS:
+        if not isinstance(rope_type, str) or rope_type not in _ROPE_FIELDS:
             raise self.fail(f"{name}.rope_type", f"is {rope_type!r}, expected one of {', '.join(_ROPE_FIELDS)} (dynamic and longrope depend on the length at run time)")
         allowed = _ROPE_FIELDS[rope_type] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
         unknown = sorted(key for key, value in table.items() if key not in allowed and value is not None)
@@ -344,14 +344,18 @@ class _Reader:
                 raise self.fail("high_freq_factor", f"is {high}, expected more than low_freq_factor {low}")
             return RopeConfig(theta, rope_type, self.number("factor", None, table), low, high, original)
         factor = table.get("factor")
-        optional = {key: table.get(key) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        optional = {key: None if table.get(key) is None else self.number(key, None, table) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        beta_fast, beta_slow = (default if table.get(key) is None else self.number(key, None, table) for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)))
+        truncate = True if table.get("truncate") is None else table["truncate"]
+        if not isinstance(truncate, bool):
+            raise self.fail("truncate", f"is {truncate!r}, expected true or false")
         return RopeConfig(
             theta=theta,
             rope_type=rope_type,
             factor=max_positions / original if factor is None else self.number("factor", None, table),
             original_max_position_embeddings=original,
-            beta_fast=float(table.get("beta_fast") or 32),
-            beta_slow=float(table.get("beta_slow") or 1),
-            truncate=bool(table.get("truncate", True)),
-            **{key: None if value is None else float(value) for key, value in optional.items()},
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            truncate=truncate,
+            **optional,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from .errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_FLOATS = ("F32", "F16", "BF16", "F64")
+_FLOATS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}  # bytes an element
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,23 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             tensors = {name: StoredTensor(path, tuple(t["shape"]), t["dtype"]) for name, t in header.items()}
-            end = max((t["data_offsets"][1] for t in header.values()), default=0)
+            ranges = {name: tuple(t["data_offsets"]) for name, t in header.items()}
+            end = max((stop for _, stop in ranges.values()), default=0)
+            contradictory = [name for name, tensor in tensors.items() if not _spans(tensor, *ranges[name])]
         except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             raise damaged(f"not a safetensors file (unreadable header: {error})") from None
     if 8 + length + end != size:
         raise damaged(f"expected {8 + length + end}: probably cut off")
+    if contradictory:
+        raise damaged(f"its header contradicts itself: shape, dtype and byte range of {', '.join(contradictory)} do not fit")
     return tensors
+
+
+def _spans(tensor: StoredTensor, start: int, stop: int) -> bool:
+    """Whether a byte range is as long as the tensor's shape and dtype say; other dtypes are refused later, by name."""
+    if not all(isinstance(n, int) and n >= 0 for n in tensor.shape):
+        return False
+    return tensor.dtype not in _FLOATS or stop - start == math.prod(tensor.shape) * _FLOATS[tensor.dtype]
 
 
 def check_against(expected: dict[str, tuple[int, ...]], found: dict[str, StoredTensor], ignored: set[str], source: Path) -> None:

@@ -8,6 +8,7 @@ it; beside it lie config.json, generation_config.json, the tokenizer's files and
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .config import read_json
 from .errors import CheckpointError
 
 _WEIGHTS, _MANIFEST = "weights", "manifest.json"
+GROUP_BYTES = 32 * 1024**2  # restored in one call; bounds what is held beside the parameters
 
 
 def is_orbax(directory: Path) -> bool:
@@ -52,7 +54,7 @@ def check_files(directory: Path) -> None:
 
 
 def read(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, jax.Array]]:
-    """Yield (name, array on the first device); each is dropped here once it was handed out.
+    """Yield (name, array on the first device), restored GROUP_BYTES at a time, never the whole tree.
 
     Restores to this process's own device whatever sharding the checkpoint was saved with.
     """
@@ -63,13 +65,31 @@ def read(directory: Path, expected: Mapping[str, tuple[int, ...]]) -> Iterator[t
     with ocp.StandardCheckpointer() as checkpointer:
         stored = _metadata(checkpointer, directory)
         _check_tree(directory, expected, stored)
-        target = {n: jax.ShapeDtypeStruct(tuple(m.shape), m.dtype, sharding=place) for n, m in stored.items()}
-        try:
-            tree = dict(checkpointer.restore(directory / _WEIGHTS, target))
-        except Exception as error:  # orbax and tensorstore raise many kinds here
-            raise CheckpointError(f"{directory / _WEIGHTS}: Orbax cannot read it ({str(error).splitlines()[0]}): convert the model again") from error
-    for name in expected:
-        yield name, tree.pop(name)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        for group in _groups(stored, list(expected)):
+            target = {n: jax.ShapeDtypeStruct(tuple(stored[n].shape), stored[n].dtype, sharding=place) for n in group}
+            restore_args = {n: ocp.ArrayRestoreArgs(sharding=place, dtype=stored[n].dtype) for n in group}
+            try:
+                tree = checkpointer.restore(directory / _WEIGHTS, args=ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True))
+            except Exception as error:  # orbax and tensorstore raise many kinds here
+                raise CheckpointError(f"{directory / _WEIGHTS}: Orbax cannot read it ({str(error).splitlines()[0]}): convert the model again") from error
+            for name in group:
+                yield name, tree.pop(name)
+
+
+def _groups(stored: Mapping[str, Any], names: list[str]) -> Iterator[list[str]]:
+    """Names in order, cut into groups of at most GROUP_BYTES (one tensor at least)."""
+    group: list[str] = []
+    size = 0
+    for name in names:
+        nbytes = math.prod(stored[name].shape) * stored[name].dtype.itemsize
+        if group and size + nbytes > GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    if group:
+        yield group
 
 
 def _metadata(checkpointer: Any, directory: Path) -> dict[str, Any]:

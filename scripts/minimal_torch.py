@@ -21,6 +21,7 @@ def step() -> None:
 
 def timed(run) -> float:
     """Microseconds a step; the wait at the end is part of it."""
+    wait = getattr(torch, device).synchronize  # the CPU has one too: it does nothing
     for _ in range(3):
         run()
     wait()
@@ -31,16 +32,11 @@ def timed(run) -> float:
     return (time.perf_counter() - started) / STEPS * 1e6
 
 
-def wait() -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def launches() -> int:
     """Kernel launches (on a CPU: operator calls) of one step, counted by the profiler."""
     with torch.profiler.profile() as profile:
         step()
-        wait()
+        getattr(torch, device).synchronize()
     wanted = ("cudaLaunchKernel", "cuLaunchKernel") if device == "cuda" else ("aten::mm", "aten::tanh", "aten::copy_")
     return sum(event.count for event in profile.key_averages() if event.key.startswith(wanted))
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import jax_decoder.checkpoint
 import torch_decoder.checkpoint
+from compare.convert import convert
 from tests.helpers import DECODERS, FAMILIES, P24, ROOT, TOLERANCE, copy_of, decoder, edit_config, edit_tensors, numpy, reference_logits
 
 both = pytest.mark.parametrize("which", DECODERS)
@@ -292,17 +293,24 @@ print(max(seen) - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-@both
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loading_holds_no_second_copy_of_the_weights(which, dtype, large, strong):
+@pytest.mark.parametrize(
+    ("which", "dtype", "to"),
+    [("torch", "bfloat16", "hf"), ("torch", "float32", "hf"), ("jax", "bfloat16", "hf"), ("jax", "float32", "hf"), ("jax", "bfloat16", "orbax")],
+)
+def test_loading_holds_no_second_copy_of_the_weights(which, dtype, to, large, strong, tmp_path):
     """Beyond the weights: twice the largest tensor, and 200 MB for everything else.
 
     A loader that reads the whole file first needs 400 MB more. Anonymous memory is what counts:
     mapped pages of the file can be dropped at any time. A tiny model is loaded before, so that
     what a framework allocates once is not counted.
     """
+    small, model = strong("llama"), large
+    if to == "orbax":
+        small, model = tmp_path / "small", tmp_path / "large"
+        convert(strong("llama"), small, to)
+        convert(large, model, to)
     code = MEASURE.format(package=DECODERS[which].__name__, dtype=dtype)
-    done = subprocess.run([sys.executable, "-c", code, strong("llama"), large], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code, small, model], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     size = 2 if dtype == "bfloat16" else 4
     slots = torch_decoder.checkpoint.table(torch_decoder.ModelConfig.from_directory(large))

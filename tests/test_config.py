@@ -69,6 +69,12 @@ def test_theta_is_found_in_both_places(which, family):
 
 
 @both
+def test_theta_may_be_an_integer(which):
+    """JSON writers drop the '.0': both spellings are common."""
+    assert read(which, minimal("llama", rope_theta=500000)).rope == read(which, minimal("llama", rope_theta=500000.0)).rope
+
+
+@both
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_old_and_new_spelling_of_scaling_agree(which, key):
     new = read(which, minimal("llama", rope_parameters={**LLAMA3, "rope_theta": 20000.0}))

@@ -161,7 +161,7 @@ def test_prefill_and_forced_tokens_that_do_not_fit_are_refused(made):
 
 
 def test_a_prefill_of_too_many_rows_is_refused(made):
-    with pytest.raises(made.package.DecoderError, match="5 rows.*max_batch 4"):
+    with pytest.raises(made.package.DecoderError, match=r"5 rows.*max_batch 4"):
         made.prefill([[1]] * 5)
 
 

@@ -6,7 +6,7 @@ captured step finds everything where it was. No function here waits for the devi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -63,7 +63,7 @@ def leaves(state: DecodeState) -> list[Tensor]:
 
 
 @torch.no_grad()
-def admit(state: DecodeState, row: int, settings: dict[str, list]) -> None:
+def admit(state: DecodeState, row: int, settings: dict[str, Any]) -> None:
     """Give a row to a new sequence: set its fields and clear everything the last one left.
 
     The cache row is cleared because a masked score still multiplies its value, and 0 times a

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 
@@ -27,7 +28,7 @@ def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def linear(x: Float[Array, "*B K"], weight: Weight, bias: Weight | None = None, out_dtype: jnp.dtype | None = None) -> Float[Array, "*B M"]:
+def linear(x: Float[Array, "*B K"], weight: Weight, bias: Weight | None = None, out_dtype: DTypeLike | None = None) -> Float[Array, "*B M"]:
     """``x @ weight.T + bias``; weights [M, K] as Hugging Face stores them, sums in float32."""
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     out = jax.lax.dot_general(x, weight.read(), dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32)

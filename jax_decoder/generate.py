@@ -194,7 +194,7 @@ class Decoder:
         status, position = int(look["status"][row]), int(look["positions"][row])
         end = position + 1 + (status not in (RUNNING, FAILED))  # an ended row has one token past its position
         start = len(request.prompt) + len(request.tokens)
-        piece, stopped = request.take(look["ring"][row, start:end], look["logprobs"][row, start:end])
+        piece, stopped = request.take(look["ring"][row, start:end].tolist(), look["logprobs"][row, start:end].tolist())
         if stopped:
             return piece, request.complete("stop", self._tokenizer)
         if status == RUNNING:

@@ -69,7 +69,7 @@ def _scalar(value: object, kind: type) -> float | int | None:
         number = array.reshape(()).item()
     except (TypeError, ValueError, RuntimeError):
         return None
-    return kind(number) if kind is float or number == int(number) else None
+    return kind(number) if kind is float or (math.isfinite(number) and number == int(number)) else None
 
 
 GREEDY = Sampling(temperature=0.0)

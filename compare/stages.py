@@ -33,6 +33,8 @@ def suspects(stage: str) -> str:
         return f"{prefix}.gate_proj, up_proj, down_proj (weights and biases), hidden_act"
     if stage.startswith("layers."):
         return f"{prefix}.input_layernorm.weight, post_attention_layernorm.weight, rms_norm_eps"
+    if stage == "logits":
+        return "what stages share: model positions, the mask, the order of layers"
     return {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight, rms_norm_eps", "lm_head": "lm_head.weight, tie_word_embeddings"}[stage]
 
 

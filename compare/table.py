@@ -22,14 +22,15 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
         table.add_column(name)
     for name in ("parity", "max |Δ|", "step ms p50", "p10–p90", "tokens/s", "vs transformers", "compile s"):
         table.add_column(name, justify="right")
+    table.add_column("not measured because")
     for v in result["variants"]:
         names = [v["framework"], v["launch"], v["kernels"]]
         if "not_measured" in v:
-            table.add_row(*names, "–", "–", f"not measured: {v['not_measured']}"[:60])
+            table.add_row(*names, "–", "–", "–", "–", "–", "–", "–", v["not_measured"])
             continue
         good, step = v["parity"]["verdict"] == "pass", v["step_ms"]
         ratio = f"{v['tokens_per_s'] / peer:.2f}x" if peer else "–"
-        compile_s = f"{v['compile_s']:.1f}" if v.get("compile_s") else "–"
+        compile_s = f"{v['compile_s']:.1f}" if v.get("compilations") or (v.get("compile_s") or 0) > 0.05 else "–"
         verdict = f"[{'green' if good else 'red'}]{v['parity']['verdict']}[/]"
         table.add_row(*names, verdict, f"{v['parity']['max_abs']:.1e}", f"{step['p50']:.2f}", f"{step['p10']:.2f}–{step['p90']:.2f}", f"{v['tokens_per_s']:.1f}", ratio, compile_s)
     (console or Console(width=140)).print(table)

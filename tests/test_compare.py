@@ -1,0 +1,305 @@
+"""The harness: each verdict belongs to the variant that was timed, clocks are honest, files are whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import time
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from compare import results, timing
+from compare.cli import main
+from compare.peer import measure_transformers
+from compare.report import headline, render
+from compare.run import compare
+from compare.timing import MeasurementError, time_steps
+from compare.worker import DecoderArm, measure
+from compare.workload import VARIANTS, Variant, Workload, why_not
+from tests.helpers import copy_of, edit_config, edit_tensors
+
+NO_GPU = {"torch": False, "jax": False, "transformers": False}
+ARMS = (Variant("torch", "eager"), Variant("jax", "jit"), Variant("jax", "op_by_op"))
+
+
+@pytest.fixture(scope="module")
+def workload(strong):
+    return Workload(str(strong("qwen2")), batch=3, new_tokens=8, max_seq_len=32)
+
+
+@pytest.fixture(scope="module")
+def reference(workload, tmp_path_factory):
+    path = tmp_path_factory.mktemp("reference") / "reference.npz"
+    job = {"reference": str(path), "variants": [Variant("transformers", "eager").as_dict()], "rounds": 1, "repeats": 1}
+    peer = measure_transformers(workload, job)
+    return {"peer": peer, **{k: v for k, v in np.load(path).items()}}
+
+
+def make_arms(workload, reference, variants=ARMS):
+    return [DecoderArm(v, workload, json.loads(str(reference["prompts"])), reference["tokens"].tolist()) for v in variants]
+
+
+@pytest.fixture(scope="module")
+def result(workload):
+    return compare(workload, [v for v in VARIANTS if v.kernels == "plain"], rounds=2, repeats=1)
+
+
+# ---- verdicts ----------------------------------------------------------------------------------
+
+
+def test_the_peer_is_judged_on_its_own_steps(reference):
+    assert reference["peer"][0]["parity"]["verdict"] == "pass"
+    assert reference["logits"].shape == (8, 3, 256)
+
+
+@pytest.mark.parametrize("broken", range(len(ARMS)))
+def test_a_broken_step_fails_its_own_variant_alone(broken, workload, reference):
+    """The fault sits in what is timed, so a verdict from any other run of the model would miss it."""
+    arms = make_arms(workload, reference)
+    runner = arms[broken].decoder._runner
+    step = runner.step
+
+    def one_logit_off(state, kind, live_rows):
+        state = step(state, kind, live_rows)
+        if arms[broken].variant.framework == "jax":
+            return state._replace(logits=state.logits.at[1, 7].add(0.01))
+        state.logits[1, 7] += 0.01
+        return state
+
+    runner.step = one_logit_off
+    verdicts = [r["parity"]["verdict"] for r in measure(arms, workload, reference["logits"], None, 2, 1)]
+    assert verdicts == ["fail" if i == broken else "pass" for i in range(len(ARMS))]
+
+
+def test_forced_tokens_are_what_the_steps_follow(workload, reference):
+    """Rows of different lengths take the reference's tokens, not their own, from the first step on."""
+    (arm,) = make_arms(workload, reference, ARMS[:1])
+    forced = (reference["tokens"] + 1) % 256
+    arm.forced = forced.tolist()
+    assert not np.allclose(arm.logits()[1:], reference["logits"][1:])
+    assert [row[row >= 0].tolist() for row in np.asarray(arm.handle.ring)] == forced.tolist()
+
+
+# ---- clocks ------------------------------------------------------------------------------------
+
+
+class FakeArm:
+    """Steps that take effect when they are waited for, as on a device."""
+
+    def __init__(self, step_s: float, compiles_at: int | None = None):
+        self.step_s, self.compiles_at, self.steps, self.queued, self.restarts = step_s, compiles_at, 0, 0, 0
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+    def step(self) -> None:
+        self.steps += 1
+        self.queued += 1
+
+    def wait(self) -> None:
+        time.sleep(self.step_s * self.queued)
+        self.queued = 0
+
+    def compilations(self) -> int:
+        return int(self.compiles_at is not None and self.steps >= self.compiles_at)
+
+
+def test_the_clock_waits_for_the_device():
+    """A clock that stopped when the calls return would read microseconds for both."""
+    short, long = time_steps([FakeArm(0.002), FakeArm(0.02)], rounds=4, steps_available=64)
+    assert 2 <= short["step_ms"]["p50"] < 4 and 20 <= long["step_ms"]["p50"] < 24
+    assert short["host_dispatch_us"] < 500
+
+
+def test_more_repetitions_do_not_change_the_median():
+    medians = [time_steps([FakeArm(0.02)], rounds, 64)[0]["step_ms"]["p50"] for rounds in (1, 2, 25)]
+    assert max(medians) < 1.3 * min(medians)
+
+
+def test_a_compilation_inside_the_measurement_is_an_error():
+    with pytest.raises(MeasurementError, match="compilations inside"):
+        time_steps([FakeArm(0.0, compiles_at=9)], rounds=4, steps_available=64)
+
+
+def test_a_compilation_during_warm_up_is_none():
+    assert time_steps([FakeArm(0.0, compiles_at=2)], rounds=4, steps_available=64)
+
+
+def test_arms_are_interleaved_and_turned_around(monkeypatch):
+    order = []
+    arms = [FakeArm(0.0), FakeArm(0.0)]
+    original = timing._block
+    monkeypatch.setattr(timing, "_block", lambda arm: order.append(arms.index(arm)) or original(arm))
+    time_steps(arms, rounds=4, steps_available=64)
+    assert order == [0, 1, 1, 0, 0, 1, 1, 0]
+
+
+def test_rows_never_run_past_their_forced_tokens():
+    arm = FakeArm(0.0)
+    time_steps([arm], rounds=10, steps_available=16)
+    assert arm.restarts == 3  # 3 warm-up steps and 3 blocks, then 4 blocks, then 3
+
+
+def test_time_grows_with_the_layers(strong):
+    """Ten times the layers take several times as long, whatever the fixed cost of a step is."""
+    medians = []
+    for layers in (2, 20):
+        workload = Workload(str(strong("llama", num_hidden_layers=layers, hidden_size=256, intermediate_size=1024)), new_tokens=16, max_seq_len=32)
+        arm = DecoderArm(Variant("torch", "eager"), workload, [[1, 2, 3]], [[7] * 16])
+        medians.append(time_steps([arm], rounds=6, steps_available=15)[0]["step_ms"]["p50"])
+        started = time.perf_counter()
+        arm.generate()
+        assert (time.perf_counter() - started) / 16 * 1e3 == pytest.approx(medians[-1], rel=1.0)
+    assert medians[1] > 4 * medians[0]
+
+
+# ---- result files ------------------------------------------------------------------------------
+
+
+def test_a_run_measures_what_is_here_and_says_why_not_elsewhere(result, workload):
+    by_label = {Variant(v["framework"], v["launch"], v["kernels"]).label(): v for v in result["variants"]}
+    for label in ("transformers eager plain", "torch eager plain", "jax op_by_op plain", "jax jit plain"):
+        v = by_label[label]
+        assert v["parity"]["verdict"] == "pass", v
+        assert v["step_ms"]["p10"] <= v["step_ms"]["p50"] <= v["step_ms"]["p90"]
+        assert v["tokens_per_s"] > 0 and v["matmul_precision"] == "ieee float32"
+    assert by_label["jax jit plain"]["compile_s"] > 0 and by_label["jax jit plain"]["compilations_while_timed"] == 0
+    for label in ("torch cuda_graph plain", "jax command_buffer plain"):
+        if why_not(next(v for v in VARIANTS if v.label() == label), NO_GPU):
+            assert by_label[label]["not_measured"] == "no CUDA device" or "step_ms" in by_label[label]
+    assert result["workload"] == asdict(workload)
+    assert {"cpu", "gpu", "versions", "xla_flags", "commit"} <= set(result["environment"])
+
+
+def test_a_result_survives_the_file(result, tmp_path):
+    results.save(result, tmp_path / "deep" / "run.json")
+    assert results.load(tmp_path / "deep" / "run.json") == json.loads(json.dumps(result))
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["run.json"]
+
+
+def test_a_latency_without_a_verdict_is_refused(result):
+    edited = copy.deepcopy(result)
+    del edited["variants"][0]["parity"]
+    with pytest.raises(results.ResultError, match="no parity verdict"):
+        results.check(edited, "edited")
+
+
+@pytest.mark.parametrize("damage", ["cut", "schema", "missing", "empty variant", "absent"])
+def test_damaged_files_are_named(damage, result, tmp_path, capsys):
+    path, broken = tmp_path / "run.json", copy.deepcopy(result)
+    if damage == "schema":
+        broken["schema_version"] = 99
+    if damage == "missing":
+        del broken["environment"]
+    if damage == "empty variant":
+        broken["variants"].append({k: broken["variants"][0][k] for k in ("framework", "launch", "kernels", "sampling", "batch", "bucket")})
+    text = json.dumps(broken)
+    if damage != "absent":
+        path.write_text(text[: len(text) // 2] if damage == "cut" else text)
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("compare: ") and error.count("\n") == 1 and str(path) in error
+    assert not (tmp_path / "page.html").exists()
+
+
+# ---- report ------------------------------------------------------------------------------------
+
+
+def test_the_page_stands_alone_and_shows_every_variant(result):
+    page = render(result)
+    assert not re.search(r'(?:src|href)="(?!data:|#)', page) and "@import" not in page
+    assert page.count('<svg role="img" aria-label="') == 2
+    assert page.count("<tr>") == len(result["variants"]) + 1
+
+
+def test_text_from_files_is_escaped(result):
+    hostile = copy.deepcopy(result)
+    hostile["workload"]["model"] = "<script>alert(1)</script>"
+    hostile["variants"][0]["parity"]["reason"] = '"><img src=x onerror=alert(2)>'
+    page = render(hostile)
+    assert "<script>alert(1)" not in page and "<img" not in page
+
+
+def test_the_headline_names_a_failed_variant(result):
+    broken = copy.deepcopy(result)
+    arm = next(v for v in broken["variants"] if v["framework"] == "jax" and "parity" in v)
+    arm["parity"]["verdict"] = "fail"
+    arm["tokens_per_s"] = 1e9
+    first, second = headline(broken)[:2]
+    assert "jax" in first and "do not" in first
+    assert "1000000000" not in second, "a fast wrong answer is no record"
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_the_page_opens_in_a_browser_without_a_complaint(result, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(render(result))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr and done.stdout.count("<svg") == 2
+
+
+# ---- command line ------------------------------------------------------------------------------
+
+
+def test_run_exits_1_when_a_variant_fails(strong, tmp_path, monkeypatch, capsys):
+    """A verdict of fail must reach the shell: here the bar is made impossible to meet."""
+    monkeypatch.setattr("compare.run._work", lambda job, folder: _failing(job, folder))
+    arguments = ["run", "--model", str(strong("llama")), "--only", "transformers", "--out", str(tmp_path / "run.json"), "--json"]
+    assert main(arguments) == 1
+    assert json.loads(capsys.readouterr().out)["variants"][0]["parity"]["verdict"] == "fail"
+
+
+def _failing(job, folder):
+    np.savez(job["reference"], nothing=0)
+    clocks = {"step_ms": {"p10": 1, "p50": 1, "p90": 1, "samples": [1]}, "tokens_per_s": 1, "parity": {"verdict": "fail", "max_abs": 1, "reason": ""}}
+    return [{**v, "batch": 1, "bucket": 1, **clocks} for v in job["variants"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["run", "--model", "/no/such/model"], "/no/such/model"),
+        (["run", "--dtype", "int8"], "int8"),
+        (["run", "--batch", "0"], "batch"),
+        (["parity", "--model", "/no/such/model"], "/no/such/model"),
+        (["run", "--only", "nothing"], "--only"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments, word, capsys, strong):
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", str(strong("llama"))]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert word in error and error.count("\n") == 1
+
+
+def test_parity_on_the_command_line_names_the_stage(strong, tmp_path, capsys):
+    damaged = copy_of(strong("qwen3"), tmp_path / "damaged")
+    edit_tensors(damaged, lambda tensors: tensors["model.layers.2.mlp.up_proj.weight"].mul_(1.01))
+    assert main(["parity", "--model", str(strong("qwen3")), "--framework", "torch"]) == 0
+    assert main(["parity", "--model", str(damaged), "--reference", str(strong("qwen3")), "--framework", "jax"]) == 1
+    assert "FAIL at layers.2.mlp, index [" in (out := capsys.readouterr().out) and "up_proj" in out
+
+
+def test_doctor_says_why_a_variant_cannot_run(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["variants"]) == {v.label() for v in VARIANTS}
+    assert found["cuda"]["torch"] or found["variants"]["torch cuda_graph plain"] == "no CUDA device"
+    assert all(found["xla_flags"].values())
+
+
+def test_the_stop_ids_of_a_checkpoint_do_not_shorten_a_measurement(strong, tmp_path):
+    """A row that met its stop id would stand still and be timed all the same."""
+    path = copy_of(strong("qwen2"), tmp_path / "stops")
+    edit_config(path, eos_token_id=list(range(0, 256, 17)))
+    result = compare(Workload(str(path), batch=2, new_tokens=12, max_seq_len=32), [Variant("transformers", "eager"), Variant("torch", "eager")], rounds=1, repeats=1)
+    assert [v["parity"]["verdict"] for v in result["variants"]] == ["pass", "pass"]
+    assert result["variants"][1]["parity"]["positions"] == 24

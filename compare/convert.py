@@ -69,7 +69,9 @@ def replacing(destination: Path) -> Iterator[Path]:
     old = folder.with_name(folder.name.replace(".new.", ".old."))
     try:
         yield folder
-        folder.chmod(0o755)
+        folder.chmod(0o755)  # mkdtemp and safetensors write for the owner alone
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)
         if destination.exists():
             os.rename(destination, old)
         os.rename(folder, destination)
@@ -170,9 +172,8 @@ def _open_gguf(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{file}: {file.stat().st_size} bytes, transformers cannot read it as GGUF ({reason}): probably cut off or of an unsupported kind") from error
     raw = model.config.to_dict()
     # Where the numbers came from is no property of the dequantised model.
-    for name in ("quantization_config", "_name_or_path"):
-        raw.pop(name, None)
-    raw = {k: v for k, v in raw.items() if v is not None} | {"architectures": [type(model).__name__], "dtype": "float32"}
+    raw = {k: v for k, v in raw.items() if v is not None and not k.startswith("_") and k not in ("quantization_config", "id2label", "label2id")}
+    raw |= {"architectures": [type(model).__name__], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n")
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()

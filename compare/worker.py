@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .parity import Verdict, compare_logits
-from .timing import quantiles, time_generations, time_steps
+from .timing import time_generations, time_steps
 from .workload import Variant, Workload
 
 
@@ -167,8 +167,6 @@ def main(argv: Sequence[str]) -> int:
     Path(job["out"]).write_text(json.dumps(run(job)))
     return 0
 
-
-__all__ = ["DecoderArm", "measure", "quantiles", "run"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

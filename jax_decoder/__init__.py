@@ -4,7 +4,7 @@ from .config import ModelConfig
 from .errors import CacheOverflowError, CaptureError, CheckpointError, ConfigError, DecoderError, DeviceError
 from .generate import DecodeHandle, Decoder
 from .requests import Completion
-from .sampling import Sampling
+from .settings import Sampling
 
 __all__ = [
     "CacheOverflowError",

@@ -315,7 +315,7 @@ with Decoder.from_pretrained(sys.argv[1], dtype="float32", device="cpu", max_bat
 """
 
 
-@pytest.mark.parametrize("kind", torch_decoder.sampling.KINDS)
+@pytest.mark.parametrize("kind", torch_decoder.settings.KINDS)
 def test_selection_has_no_shapes_that_depend_on_values(kind, strong):
     """Such a shape would make a captured step wait for the host, or not be captured at all.
 

@@ -19,7 +19,7 @@ from .files import resolve_directory
 from .model import KERNELS, Model
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
 from .runner import PREFILL_CHUNK, StepRunner, check_buckets, check_launch
-from .sampling import Sampling
+from .settings import Sampling
 from .text import StreamText, Tokenizer
 
 # Steps between two looks at the results. Rows that end in between stand still on the device, so a

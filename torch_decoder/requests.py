@@ -11,7 +11,7 @@ import numpy as np
 from .cache import MAX_STOP_IDS
 from .config import ModelConfig
 from .errors import CacheOverflowError, ConfigError, DecoderError
-from .sampling import GREEDY, Sampling
+from .settings import GREEDY, Sampling
 from .text import StreamText, Tokenizer, cut_at_stop
 
 

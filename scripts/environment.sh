@@ -17,7 +17,7 @@ make_environment() {
     extra="$(cuda_extra)"
     wanted="$(cat "$root/pyproject.toml" "$root/scripts/constraints.txt" | cksum) $extra"
     if [[ -f "$stamp" && "$(cat "$stamp")" == "$wanted" ]]; then return 0; fi
-    say "installing into .venv (a few minutes the first time)${extra:+, with JAX's $extra extra}"
+    say "installing into .venv (a few minutes the first time)${extra:+, JAX with $extra}"
     [[ -x "$root/.venv/bin/python" ]] || "$python" -m venv "$root/.venv" || die "cannot make .venv: is the venv module of $python installed?"
     "$root/.venv/bin/python" -m pip install --quiet --constraint "$root/scripts/constraints.txt" --editable "$root[dev${extra:+,$extra}]" 2>&1 |
         { grep -v -e '^WARNING' || true; } >&2

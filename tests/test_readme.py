@@ -37,10 +37,24 @@ def test_commands_run(command, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("script", ELSEWHERE)
+@pytest.mark.parametrize("script", [*ELSEWHERE, "scripts/environment.sh", ".ci/run"])
 def test_scripts_are_whole(script):
-    assert run(["bash", "-n", script]).returncode == 0
-    assert os.access(ROOT / script, os.X_OK)
+    """A shell reads a sourced file only when it gets there, so each is checked by itself."""
+    done = run(["bash", "-n", script])
+    assert done.returncode == 0, done.stderr
+    assert script.endswith(".sh") or os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize(("driver", "extra"), [("580.65.06", "cuda13"), ("595.10", "cuda13"), ("550.54.15", "cuda12"), (None, "")])
+def test_the_driver_decides_the_cuda_extra(driver, extra, tmp_path):
+    """A driver older than 580 cannot load CUDA 13; a machine without one gets no extra."""
+    if driver:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
+    else:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    done = run(["bash", "-c", f"PATH={tmp_path}:$PATH; set -euo pipefail; source scripts/environment.sh; cuda_extra"])
+    assert done.returncode == 0 and done.stdout.strip() == extra
 
 
 @pytest.mark.parametrize("script", ["minimal_torch.py", "minimal_jax.py"])

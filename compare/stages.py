@@ -138,7 +138,7 @@ def _jax(directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, np
 
     with Decoder.from_pretrained(directory, dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
         runner = decoder._runner
-        model = runner.merge(runner.weights)
+        model = runner.programs.merge(runner.programs.weights)
         ids = jnp.asarray([tokens], jnp.int32)
         hidden, _ = model(ids, jnp.arange(len(tokens), dtype=jnp.int32)[None], runner.new_state(1).cache, tap)
         model.logits(hidden, tap)

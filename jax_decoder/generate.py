@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .buckets import check_buckets
 from .checkpoint import DTYPES, abstract_model, load_parameters, pack, read_tensors
 from .config import ModelConfig
 from .decode import FAILED, RUNNING, STOPPED, DecodeState
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
-from .runner import StepRunner, check_buckets, check_launch
+from .runner import StepFailed, StepRunner, check_launch
 from .settings import Sampling
 from .text import StreamText, Tokenizer
 
@@ -177,9 +178,15 @@ class Decoder:
             for row in range(bucket):
                 if row not in rows and queue:
                     rows[row] = request = queue.popleft()
-                    state = self._runner.admit(state, row, request.prompt, request.row_settings(RUNNING))
-            for _ in range(interval):
-                state = self._runner.step(state, kind, len(rows))
+                    state = self._admit(state, row, request)
+            try:
+                state = self._runner.advance(state, kind, len(rows), interval)
+            except StepFailed:
+                # Whatever the step left behind, the host knows what each row had come to.
+                state = self._runner.take_state(bucket)
+                for row, request in rows.items():
+                    state = self._admit(state, row, request)
+                continue
             look = self._runner.read(state)
             for row, request in list(rows.items()):
                 piece, completion = self._collect(request, row, look)
@@ -188,6 +195,9 @@ class Decoder:
                     state = self._runner.release(state, row)
                 yield request, piece, completion
         self._runner.keep_state(state)
+
+    def _admit(self, state: DecodeState, row: int, request: Request) -> DecodeState:
+        return self._runner.admit(state, row, request.history, request.row_settings(RUNNING))
 
     def _collect(self, request: Request, row: int, look: dict[str, Any]) -> tuple[str, Completion | None]:
         """Take a row's new tokens from the host copies and say whether it has ended."""
@@ -235,19 +245,36 @@ class Decoder:
                     check_room(len(request.prompt), len(tokens), self.max_seq_len, f"row {row}")
                     state = self._runner.force(state, row, len(request.prompt), tokens)
             kind = "sampled" if any(r.sampling.kind == "sampled" for r in requests) else "greedy"
-            return DecodeHandle(self._runner.step(state, kind, len(prompts)), len(prompts), kind, steps_left)
+            return self._step(state, len(prompts), kind, steps_left + 1, 1)
 
     def decode_step(self, state: DecodeHandle) -> DecodeHandle:
         """Feed every row's newest token, choose the next; the state given is used up.
 
         Raises CacheOverflowError when a row's newest token has no cache slot left.
         """
+        return self.decode_steps(state, 1)
+
+    def decode_steps(self, state: DecodeHandle, count: int) -> DecodeHandle:
+        """``count`` steps; with ``launch="device_loop"`` several a launch. Otherwise as ``decode_step``."""
         with self._exclusive():
             state.peek()
-            if state.steps_left < 1:
-                raise CacheOverflowError(f"a row's cache is full ({self.max_seq_len} tokens): raise max_seq_len, or stop here")
-            new = self._runner.step(state.give_up(), state.kind, state.rows)
-            return DecodeHandle(new, state.rows, state.kind, state.steps_left - 1)
+            if state.steps_left < integer(count, "count", 1):
+                raise CacheOverflowError(
+                    f"a row's cache is full after {state.steps_left} more steps, {count} asked for (it holds {self.max_seq_len} tokens): raise max_seq_len, or stop here"
+                )
+            return self._step(state.give_up(), state.rows, state.kind, state.steps_left, count)
+
+    def _step(self, state: DecodeState, rows: int, kind: str, steps_left: int, count: int) -> DecodeHandle:
+        left = count
+        while left:
+            try:
+                state = self._runner.advance(state, kind, rows, left, exact=True)
+                left = 0
+            except StepFailed as failure:  # the next try runs without the graph that failed
+                if failure.state is None:
+                    raise DecoderError(f"this state is lost ({failure}): prefill again") from failure
+                state, left = failure.state, left - failure.done
+        return DecodeHandle(state, rows, kind, steps_left - count)
 
     def fork(self, state: DecodeHandle) -> DecodeHandle:
         """A copy in memory of its own: both can go on, each by itself."""
@@ -280,7 +307,7 @@ class Decoder:
                 raise ConfigError(f"{directory}: {', '.join(differing)} differ from the loaded model's: make a new decoder for it")
             model = abstract_model(config, self.max_seq_len, self._runner.packing, self._runner.dtype)
             sharding = jax.sharding.SingleDeviceSharding(self._runner.device)
-            self._runner.set_weights(pack(read_tensors(directory, config), config, model, self._runner.dtype, sharding))
+            self._runner.programs.set_weights(pack(read_tensors(directory, config), config, model, self._runner.dtype, sharding))
 
     def launch_report(self) -> dict[str, Any]:
         """Launch mode, kernels, what each bucket and sampling kind did, and the memory map."""
@@ -291,7 +318,7 @@ class Decoder:
             "packing": self._runner.packing,
             "buckets": list(self._runner.buckets),
             "graphs": self._runner.accounts(),
-            "fallbacks": [],
+            "fallbacks": self._runner.fallback_reports(),
             "memory_map": [{"name": r.name, "offset": r.offset, "bytes": r.nbytes, "shape": list(r.shape)} for r in plan],
         }
 

@@ -47,13 +47,18 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def history(self) -> list[int]:
+        """Prompt and new tokens: all that a row is rebuilt from."""
+        return self.prompt + self.tokens
+
     def row_settings(self, running: int) -> dict[str, Any]:
-        """Leaf values of the state's row, prompt already prefilled up to its last token."""
-        s = self.sampling
+        """Leaf values of the state's row, history already prefilled up to its last token."""
+        s, history = self.sampling, self.history
         return {
             "status": running,
-            "tokens": self.prompt[-1],
-            "positions": len(self.prompt) - 1,
+            "tokens": history[-1],
+            "positions": len(history) - 1,
             "limits": len(self.prompt) - 1 + self.max_new_tokens,
             "stop_ids": list(self.stop_ids),
             "filters": [s.temperature, s.top_p, s.min_p],

@@ -1,36 +1,61 @@
-"""Launch modes: how a step reaches the device, in which bucket, and an account of it."""
+"""Launch modes: how a step reaches the device, in which bucket, and an account of it.
+
+``op_by_op`` calls the step's functions without compiling them. ``jit`` compiles the step with
+command buffers off, ``command_buffer`` with them on: XLA then runs it as one CUDA graph.
+``device_loop`` compiles several steps into one such graph.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from . import decode
-from .cache import KVCache, Region, memory_map
-from .checkpoint import flatten_model
-from .decode import DecodeState, make_state, settings_arrays
-from .errors import ConfigError, DeviceError
+from . import xla_flags
+from .buckets import bucket_for
+from .cache import Region, memory_map
+from .decode import DecodeState, make_state
+from .driver import free_bytes
+from .errors import CaptureError, ConfigError, DeviceError
 from .model import Model
+from .programs import Programs
 
-LAUNCHES = ("auto", "op_by_op", "jit", "command_buffer")
+log = logging.getLogger(__name__)
+
+LAUNCHES = ("auto", "op_by_op", "jit", "command_buffer", "device_loop")
+GRAPH_LAUNCHES = ("command_buffer", "device_loop")
 PREFILL_CHUNK = {"cpu": 32, "gpu": 512}  # tokens a forward pass; fixed, so that prefill compiles once
-# The same lowering with command buffers off: an empty list of command types.
-_NO_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
+LOOP_STEPS = 4  # of device_loop in one executable: enough that the host is never what limits
+# XLA runs an executable without a graph first and records at the second run; from the third on it
+# only replays. These runs are timed one by one.
+FIRST_RUNS = 3
+# What compiling or running may raise and a decoder survives: JaxRuntimeError is a RuntimeError.
+RECOVERABLE = (RuntimeError, MemoryError, CaptureError)
 
 # Turns a lowered function into an executable; tests and measurements pass their own.
 Compile = Callable[[jax.stages.Lowered, dict[str, str]], Callable]
 
 
+class GraphKey(NamedTuple):
+    """All that an executable depends on."""
+
+    bucket: int
+    kind: str
+    steps: int
+    dtype: str
+    packing: str
+    max_seq_len: int
+
+
 @dataclass
 class StepAccount:
-    """What one executable (bucket and sampling kind) did so far."""
+    """What one executable (bucket, sampling kind, steps in it) did so far."""
 
     launch: str
     bucket: int
@@ -39,30 +64,31 @@ class StepAccount:
     compilations: int = 0
     steps: int = 0
     padded_rows: int = 0  # idle or finished rows that steps computed all the same, summed
+    replays: int = 0
+    nodes: int | None = None
+    capture_s: float | None = None  # first recording run, less a run that only replays
+    graph_bytes: int | None = None
+    first_runs_s: list[float] = field(default_factory=list)
 
 
-def default_buckets(max_batch: int) -> tuple[int, ...]:
-    """Powers of two below ``max_batch``, then ``max_batch`` itself."""
-    powers = [1 << i for i in range(max_batch.bit_length()) if 1 << i < max_batch]
-    return (*powers, max_batch)
+class StepFailed(Exception):
+    """A step that did not run, and will run another way next time.
 
+    ``done`` steps of those asked for ran before it and led to ``state``, which is None if the
+    failed step used it up.
+    """
 
-def check_buckets(buckets: Sequence[int] | None, max_batch: int) -> tuple[int, ...]:
-    """Buckets in ascending order up to exactly max_batch; ConfigError else."""
-    if buckets is None:
-        return default_buckets(max_batch)
-    whole = all(isinstance(b, int) and not isinstance(b, bool) and b > 0 for b in buckets)
-    if not buckets or not whole or list(buckets) != sorted(set(buckets)) or buckets[-1] > max_batch:
-        raise ConfigError(f"buckets is {list(buckets)!r}, expected ascending batch sizes from 1 to max_batch {max_batch}")
-    return tuple(buckets)
+    def __init__(self, reason: str, state: DecodeState | None):
+        super().__init__(reason)
+        self.state, self.done = state, 0
 
 
 def check_launch(launch: str, platform: str) -> str:
     """Resolve "auto"; ConfigError for a name that does not exist, DeviceError for a missing GPU."""
     if launch not in LAUNCHES:
         raise ConfigError(f"launch is {launch!r}, expected one of {', '.join(LAUNCHES)}")
-    if launch == "command_buffer" and platform != "gpu":
-        raise DeviceError(f"launch is 'command_buffer', but the device is a {platform}: command buffers need a CUDA device, use launch='jit'")
+    if launch in GRAPH_LAUNCHES and platform != "gpu":
+        raise DeviceError(f"launch is {launch!r}, but the device is a {platform}: command buffers need a CUDA device, use launch='jit'")
     return ("command_buffer" if platform == "gpu" else "jit") if launch == "auto" else launch
 
 
@@ -71,84 +97,39 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, str]) -> Cal
 
 
 class StepRunner:
-    """Owns the weights, the states (one a bucket) and the executables, and runs steps.
+    """Owns the states, one a bucket, and the executables, and runs steps.
 
-    The module is split once: executables take the weights as a flat tuple of arrays and merge
-    them back into the module while they are traced, so the module's own call is what runs.
+    ``options`` are compiler options for every step, over this project's own. ``strict`` raises
+    CaptureError where a graph fails, in place of running that bucket without one.
     """
 
     def __init__(
-        self, model: Model, parameters: Mapping[str, jax.Array], launch: str, buckets: tuple[int, ...], dtype: jnp.dtype, device: jax.Device, compile: Compile = compile_lowered
+        self,
+        model: Model,
+        parameters: Mapping[str, jax.Array],
+        launch: str,
+        buckets: tuple[int, ...],
+        dtype: jnp.dtype,
+        device: jax.Device,
+        compile: Compile = compile_lowered,
+        options: Mapping[str, str] | None = None,
+        strict: bool = False,
     ):
         self.config, self.max_seq_len, self.packing = model.config, model.max_seq_len, model.packing
-        self.launch, self.buckets, self.dtype, self.device = launch, buckets, dtype, device
-        self.chunk = min(PREFILL_CHUNK["gpu" if device.platform == "gpu" else "cpu"], model.max_seq_len)
-        self._compile = compile
-        self._graphdef, self._template = nnx.split(model)
-        self._names = tuple(flatten_model(model))
-        self.weights = tuple(parameters[name] for name in self._names)
+        self.launch, self.buckets, self.dtype, self.device, self.strict = launch, buckets, dtype, device, strict
+        chunk = min(PREFILL_CHUNK["gpu" if device.platform == "gpu" else "cpu"], model.max_seq_len)
+        self.programs = Programs(model, parameters, chunk)
+        self.fallbacks: dict[GraphKey, str] = {}
+        self._compile, self._options = compile, dict(options or {})
         self._states: dict[int, DecodeState] = {}
-        self._steps: dict[tuple[int, str], Callable] = {}
-        self._functions: dict[tuple, Callable] = {}
-        self._accounts: dict[tuple[int, str], StepAccount] = {}
-
-    # ---- functions of the model ----------------------------------------------------------------
-
-    def merge(self, weights: tuple[jax.Array, ...]) -> Model:
-        """The module with these weights; free while tracing."""
-        pure: dict[Any, Any] = {}
-        for name, array in zip(self._names, weights):
-            *path, last = (int(key) if key.isdigit() else key for key in name.split("."))
-            node = pure
-            for key in path:
-                node = node.setdefault(key, {})
-            node[last] = array
-        state = jax.tree.map(lambda x: x, self._template)
-        nnx.replace_by_pure_dict(state, pure)
-        return nnx.merge(self._graphdef, state)
-
-    def set_weights(self, parameters: Mapping[str, jax.Array]) -> None:
-        """Use other parameters of the same shapes; executables take them as arguments."""
-        self.weights = tuple(parameters.get(name, old) for name, old in zip(self._names, self.weights))
-
-    def parameters(self) -> dict[str, jax.Array]:
-        return dict(zip(self._names, self.weights))
-
-    def _step_function(self, kind: str) -> Callable[[tuple[jax.Array, ...], DecodeState], DecodeState]:
-        def step(weights: tuple[jax.Array, ...], state: DecodeState) -> DecodeState:
-            return decode.decode_step(self.merge(weights), state, kind)
-
-        return step
-
-    def lower_step(self, state: DecodeState, kind: str) -> jax.stages.Lowered:
-        """The step for this state's shapes. keep_unused: jit would drop leaves that are written but
-        not read, and with them the alias of the output to its own input."""
-        return jax.jit(self._step_function(kind), donate_argnums=1, keep_unused=True).lower(self.weights, state)
-
-    def _executable(self, state: DecodeState, kind: str) -> Callable:
-        key = (state.tokens.shape[0], kind)
-        if key not in self._steps:
-            account = self._account(key)
-            started = time.perf_counter()
-            if self.launch == "op_by_op":
-                self._steps[key] = self._step_function(kind)
-            else:
-                options = _NO_COMMAND_BUFFERS if self.launch == "jit" and self.device.platform == "gpu" else {}
-                self._steps[key] = self._compile(self.lower_step(state, kind), options)
-                account.compilations += 1
-            account.compile_s += time.perf_counter() - started
-        return self._steps[key]
-
-    def _jitted(self, name: str, function: Callable, *donated: int) -> Callable:
-        if name not in self._functions:
-            self._functions[name] = jax.jit(function, donate_argnums=donated, keep_unused=True)
-        return self._functions[name]
+        self._steps: dict[GraphKey, Callable] = {}
+        self._accounts: dict[GraphKey, StepAccount] = {}
 
     # ---- states --------------------------------------------------------------------------------
 
     def bucket_for(self, rows: int) -> int:
         """The smallest bucket that holds ``rows``, or the largest there is."""
-        return next((b for b in self.buckets if b >= rows), self.buckets[-1])
+        return bucket_for(self.buckets, rows)
 
     def plan(self, bucket: int) -> list[Region]:
         return memory_map(self.config, bucket, self.max_seq_len, self.dtype, self.packing)
@@ -176,70 +157,188 @@ class StepRunner:
     def copy_state(self, state: DecodeState) -> DecodeState:
         return jax.tree.map(jnp.copy, state)
 
-    def admit(self, state: DecodeState, row: int, prompt: list[int], settings: dict[str, Any]) -> DecodeState:
-        """Clear a row, prefill all of the prompt but its last token, and let the row run.
-
-        The last token is the next step's input, so the first new token comes from the same
-        step as all others.
-        """
-        state = self._jitted("admit", decode.admit, 0)(state, np.int32(row), settings_arrays(settings))
-        prefill = self._jitted("prefill", lambda weights, state, *chunk: decode.prefill_chunk(self.merge(weights), state, *chunk), 1)
-        for tokens, start, valid in self._chunks(prompt[:-1]):
-            state = prefill(self.weights, state, np.int32(row), tokens, start, valid)
-        return state
-
-    def _chunks(self, tokens: Sequence[int]) -> list[tuple[np.ndarray, np.int32, np.int32]]:
-        chunks = []
-        for start in range(0, len(tokens), self.chunk):
-            part = tokens[start : start + self.chunk]
-            padded = np.zeros(self.chunk, np.int32)
-            padded[: len(part)] = part
-            chunks.append((padded, np.int32(start), np.int32(len(part))))
-        return chunks
+    def admit(self, state: DecodeState, row: int, tokens: Sequence[int], settings: dict[str, Any]) -> DecodeState:
+        """See Programs.admit."""
+        return self.programs.admit(state, row, tokens, settings)
 
     def force(self, state: DecodeState, row: int, first: int, tokens: Sequence[int]) -> DecodeState:
-        """Have the row take ``tokens`` at positions from ``first`` on instead of its own choice."""
-        values = np.full(state.forced.shape[1], -1, np.int32)
-        values[first : first + len(tokens)] = tokens
-        return self._jitted("force", decode.force, 0)(state, np.int32(row), values)
+        """See Programs.force."""
+        return self.programs.force(state, row, first, tokens)
 
     def release(self, state: DecodeState, row: int) -> DecodeState:
-        return self._jitted("release", decode.release, 0)(state, np.int32(row))
+        return self.programs.release(state, row)
 
     def score(self, row: Sequence[int]) -> jax.Array:
         """Teacher-forced float32 logits [T, V] of one row."""
-        score = self._jitted("score", lambda weights, cache, *chunk: decode.score_chunk(self.merge(weights), cache, *chunk), 1)
-        cache: KVCache = self.new_state(1).cache
-        pieces = []
-        for tokens, start, valid in self._chunks(row):
-            cache, logits = score(self.weights, cache, tokens, start, valid)
-            pieces.append(logits[: int(valid)])
-        return jnp.concatenate(pieces)
+        return self.programs.score(self.new_state(1).cache, row)
 
     # ---- steps ---------------------------------------------------------------------------------
 
-    def step(self, state: DecodeState, kind: str, live_rows: int) -> DecodeState:
-        """One decode step; the state given is used up. ``live_rows`` is only counted."""
-        bucket = state.tokens.shape[0]
-        executable = self._executable(state, kind)
-        account = self._account((bucket, kind))
-        account.steps += 1
-        account.padded_rows += bucket - live_rows
-        return executable(self.weights, state)
+    def step(self, state: DecodeState, kind: str, live_rows: int, steps: int = 1) -> DecodeState:
+        """One execution; the state given is used up. ``live_rows`` is only counted.
+
+        Raises StepFailed, CaptureError, DeviceError.
+        """
+        key = self._key(state, kind, steps)
+        account = self._account(key)
+        try:
+            executable = self._executable(key, state)
+            if self._records(key) and len(account.first_runs_s) < FIRST_RUNS:
+                state = self._first_run(key, executable, state)
+            else:
+                state = executable(self.programs.weights, state)
+        except RECOVERABLE as error:
+            raise self._failure(key, error, state) from error
+        account.replays += 1
+        account.steps += steps
+        account.padded_rows += (key.bucket - live_rows) * steps
+        return state
+
+    def advance(self, state: DecodeState, kind: str, live_rows: int, steps: int, exact: bool = False) -> DecodeState:
+        """``steps`` steps in as few launches as the mode can, or a few more steps unless ``exact``.
+
+        Rows that have ended stand still, so more steps than a row needs do it no harm.
+        """
+        done = 0
+        while done < steps:
+            size = self._steps_at_once(state, kind, steps - done, exact)
+            try:
+                state = self.step(state, kind, live_rows, size)
+            except StepFailed as failure:
+                failure.done = done
+                raise
+            done += size
+        return state
+
+    def _steps_at_once(self, state: DecodeState, kind: str, left: int, exact: bool) -> int:
+        looped = self.launch == "device_loop" and left > 1 and (left >= LOOP_STEPS or not exact)
+        return LOOP_STEPS if looped and self._key(state, kind, LOOP_STEPS) not in self.fallbacks else 1
 
     def read(self, state: DecodeState) -> dict[str, np.ndarray]:
         """Host copies of what decides how rows go on: waits for the device."""
         wanted = ("status", "positions", "ring", "logprobs")
-        return dict(zip(wanted, jax.device_get([getattr(state, name) for name in wanted])))
+        try:
+            return dict(zip(wanted, jax.device_get([getattr(state, name) for name in wanted])))
+        except RECOVERABLE as error:
+            raise self._lost(error) from error
 
-    def _account(self, key: tuple[int, str]) -> StepAccount:
-        return self._accounts.setdefault(key, StepAccount(self.launch, *key))
+    # ---- executables ---------------------------------------------------------------------------
+
+    def prepare(self, kinds: Sequence[str], progress: Callable[[str], None] = log.info) -> None:
+        """Compile and record every step now: a compilation evicts the graphs that exist already."""
+        if self.launch == "op_by_op":
+            return
+        sizes = (1, LOOP_STEPS) if self.launch == "device_loop" else (1,)
+        wanted = [(bucket, kind, steps) for bucket in reversed(self.buckets) for kind in kinds for steps in sizes]
+        states = {bucket: self.take_state(bucket) for bucket in self.buckets}
+        for stage in ("compiling", "recording"):
+            for done, (bucket, kind, steps) in enumerate(wanted):
+                progress(f"{stage} step {done + 1} of {len(wanted)}: bucket {bucket}, {kind}{f', {steps} steps' if steps > 1 else ''}")
+                states[bucket] = self._prepare(states[bucket], kind, steps, FIRST_RUNS if stage == "recording" else 0)
+        for state in states.values():
+            self.keep_state(state)
+
+    def _prepare(self, state: DecodeState, kind: str, steps: int, runs: int) -> DecodeState:
+        bucket, key = state.tokens.shape[0], self._key(state, kind, steps)
+        try:
+            self._executable(key, state)
+            for _ in range(runs):
+                state = self.step(state, kind, bucket, steps)
+        except StepFailed as failure:
+            return self.new_state(bucket) if failure.state is None else failure.state
+        except RECOVERABLE as error:
+            self._fall_back(key, error)
+        return state
+
+    def _key(self, state: DecodeState, kind: str, steps: int = 1) -> GraphKey:
+        return GraphKey(state.tokens.shape[0], kind, steps, self.dtype.name, self.packing, self.max_seq_len)
+
+    def _records(self, key: GraphKey) -> bool:
+        return self.launch in GRAPH_LAUNCHES and key not in self.fallbacks
+
+    def _executable(self, key: GraphKey, state: DecodeState) -> Callable:
+        if key not in self._steps:
+            account, started = self._account(key), time.perf_counter()
+            if self.launch == "op_by_op":
+                self._steps[key] = self.programs.step(key.kind, key.steps)
+            else:
+                options = xla_flags.step_options(self._records(key), self.device.platform) | self._options
+                self._steps[key] = self._compile(self.programs.lower_step(state, key.kind, key.steps), options)
+                account.compilations += 1
+            account.compile_s += time.perf_counter() - started
+        return self._steps[key]
+
+    def _first_run(self, key: GraphKey, executable: Callable, state: DecodeState) -> DecodeState:
+        """A run that may record: timed, its memory counted, and its buffers watched."""
+        account, before, free = self._account(key), _addresses(state), free_bytes(self.device)
+        started = time.perf_counter()
+        state = jax.block_until_ready(executable(self.programs.weights, state))
+        account.first_runs_s.append(time.perf_counter() - started)
+        left = free_bytes(self.device)
+        if free is not None and left is not None:
+            account.graph_bytes = max(account.graph_bytes or 0, free - left)
+        if len(account.first_runs_s) == FIRST_RUNS:
+            account.capture_s = max(0.0, account.first_runs_s[1] - account.first_runs_s[2])
+        if moved := sum(old != new for old, new in zip(before, _addresses(state))):
+            self._fall_back(key, CaptureError(f"{moved} buffers of the state moved in one step: the graph would have to be patched at every step"))
+        return state
+
+    def _failure(self, key: GraphKey, error: BaseException, state: DecodeState) -> Exception:
+        """What to raise after a failed step; its bucket has another way to run from now on."""
+        if not self._alive():
+            return self._lost(error)
+        if not self._records(key):
+            return DeviceError(f"bucket {key.bucket}, {key.kind}: the step fails without command buffers too ({_first_line(error)})")
+        self._fall_back(key, error)
+        used_up = any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        return StepFailed(_first_line(error), None if used_up else state)
+
+    def _fall_back(self, key: GraphKey, error: BaseException) -> None:
+        """Drop the executable, say why once, and serve its bucket without command buffers.
+
+        Raises CaptureError when strict.
+        """
+        self._steps.pop(key, None)
+        if self.strict:
+            raise CaptureError(f"bucket {key.bucket}, {key.kind}: {_first_line(error)}") from error
+        self.fallbacks[key] = _first_line(error)
+        log.warning("%s, bucket %d, %s: %s; this bucket runs as jit from now on", self.launch, key.bucket, key.kind, _first_line(error))
+
+    def _lost(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"the device is lost ({_first_line(error)}): end this process and start a new one")
+
+    def _alive(self) -> bool:
+        try:
+            jax.device_put(np.int32(0), self.device).block_until_ready()
+        except RuntimeError:
+            return False
+        return True
+
+    # ---- accounts ------------------------------------------------------------------------------
+
+    def _account(self, key: GraphKey) -> StepAccount:
+        launch = "command_buffer" if self.launch == "device_loop" and key.steps == 1 else self.launch
+        return self._accounts.setdefault(key, StepAccount(launch, key.bucket, key.kind))
 
     def accounts(self) -> list[dict[str, Any]]:
         return [asdict(account) for account in self._accounts.values()]
 
+    def fallback_reports(self) -> list[dict[str, Any]]:
+        return [{"bucket": k.bucket, "kind": k.kind, "launch": self._accounts[k].launch, "reason": r} for k, r in self.fallbacks.items()]
+
     def close(self) -> None:
+        """Drop states, executables and weights."""
         self._states.clear()
         self._steps.clear()
-        self._functions.clear()
-        self.weights = ()
+        self.programs.weights = ()
+
+    abandon = close  # nothing here touches the device
+
+
+def _addresses(state: DecodeState) -> list[int]:
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -6,6 +6,7 @@ not know, and names come and go between releases. So names are tried in a child 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,13 +15,36 @@ from functools import lru_cache
 
 from .errors import ConfigError
 
-# Every flag that this project sets or documents: a value that is valid where the name is, and what it does.
-FLAGS: dict[str, tuple[str, str]] = {
-    "xla_gpu_enable_command_buffer": ("FUSION", "command types recorded into CUDA graphs; empty switches command buffers off"),
-    "xla_gpu_graph_min_graph_size": ("5", "fewest commands that become a graph"),
-    "xla_gpu_autotune_level": ("0", "0 pins library kernels, so that compared executables use the same ones"),
-    "xla_enable_command_buffers_during_profiling": ("true", "keeps graphs on while a profiler runs"),
+COMMAND_TYPES = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL")
+_TYPES, _SMALLEST = "xla_gpu_enable_command_buffer", "xla_gpu_graph_min_graph_size"
+
+# Every flag that this project sets or documents, and what it does.
+FLAGS = {
+    _TYPES: "kinds of operation that are recorded into CUDA graphs; an empty list switches command buffers off. +WHILE and +COLLECTIVES, both off by default, are accepted in XLA_FLAGS only",
+    _SMALLEST: "fewest operations that become a graph; smaller runs are launched one by one",
+    "xla_gpu_command_buffer_update_mode": "when nodes are patched with new addresses; its values differ between versions, so this project leaves it alone and needs no patching",
+    "xla_gpu_command_buffer_scheduling_mode": "order of the nodes: SERIALIZE, CONCURRENT or LHS",
+    "xla_gpu_command_buffer_unroll_loops": "record a loop of known length as its unrolled steps",
+    "xla_gpu_graph_enable_concurrent_region": "let independent nodes of a graph run side by side",
+    "xla_gpu_autotune_level": "0 pins library kernels, so that compared executables use the same ones",
+    "xla_enable_command_buffers_during_profiling": "keeps graphs on while a profiler runs; off, a profile shows another program than the one that is used",
 }
+
+
+def step_options(graph: bool, platform: str) -> dict[str, str]:
+    """Compiler options of a step with command buffers on or off; from one lowering, in one process."""
+    if platform != "gpu":
+        return {}
+    if not graph:
+        return {_TYPES: ""}
+    # A single operation is worth a graph here: what stays outside is launched at every step.
+    return {_TYPES: ",".join(COMMAND_TYPES), _SMALLEST: "1", "xla_enable_command_buffers_during_profiling": "true"}
+
+
+def as_environment(options: dict[str, str], loops: bool = False) -> str:
+    """The same options as the text of XLA_FLAGS; ``loops`` adds while loops to the recorded kinds."""
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return " ".join(words + [f"--{_TYPES}=+WHILE"] * loops)
 
 
 def names(flags: str) -> list[str]:
@@ -55,7 +79,25 @@ def check_environment() -> str:
     return flags
 
 
+_PROBE = """
+import json, sys, jax
+lowered = jax.jit(lambda x: x + 1).lower(1.0)
+found = {}
+for name in sys.argv[1:]:
+    try:
+        lowered.compile(compiler_options={name: "?"})
+        found[name] = True
+    except Exception as error:
+        found[name] = "No such compile option" not in str(error)
+print(json.dumps(found))
+"""
+
+
+@lru_cache
 def known() -> dict[str, bool]:
-    """For each flag of FLAGS, whether XLA_FLAGS may hold it here."""
-    refused = unknown(" ".join(f"--{name}={value}" for name, (value, _) in FLAGS.items()))
-    return {name: name not in refused for name in FLAGS}
+    """For each flag of FLAGS, whether the installed version knows it; asked in a child process."""
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    child = subprocess.run([sys.executable, "-c", _PROBE, *FLAGS], env=environment, capture_output=True, text=True)
+    if child.returncode:
+        raise ConfigError(f"asking the installed jaxlib for its flags failed: {child.stderr.strip().splitlines()[-1:]}")
+    return json.loads(child.stdout)

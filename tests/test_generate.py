@@ -38,11 +38,12 @@ def set_stop_ids(path, generation, config) -> None:
 
 def fill_caches(made, value: float) -> None:
     """Overwrite the caches that the decoder keeps between calls."""
-    for bucket, state in list(made._runner._states.items()):
-        if made.which == "torch":
-            for leaf in (*state.cache.k, *state.cache.v):
-                leaf.fill_(value)
-        else:
+    if made.which == "torch":
+        cache = made._runner.state(4).cache
+        for leaf in (*cache.k, *cache.v):
+            leaf.fill_(value)
+    else:
+        for bucket, state in list(made._runner._states.items()):
             sides = (tuple(jnp.full_like(x, value) for x in side) for side in state.cache)
             made._runner._states[bucket] = state._replace(cache=type(state.cache)(*sides))
 
@@ -53,7 +54,7 @@ def set_embedding(made, token: int, value: float) -> None:
         made.model.embed_tokens.weight[token] = value
     else:
         name = "embed_tokens.weight"
-        made._runner.set_weights({name: made._runner.parameters()[name].at[token].set(value)})
+        made._runner.programs.set_weights({name: made._runner.programs.parameters()[name].at[token].set(value)})
 
 
 # ---- stop ids ----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def runner(request, strong):
 @pytest.fixture(scope="module")
 def programs(runner):
     """The compiled step's text, by sampling kind."""
-    return {kind: runner.lower_step(runner.new_state(2), kind).compile().as_text() for kind in KINDS}
+    return {kind: runner.programs.lower_step(runner.new_state(2), kind).compile().as_text() for kind in KINDS}
 
 
 def aliases(text: str) -> dict[int, int]:
@@ -63,7 +63,7 @@ def sizes_of(text: str, operation: str) -> list[int]:
 def test_every_leaf_is_aliased_to_its_own_output(runner, programs, kind):
     """A leaf that went to fresh memory would give the recorded graph new addresses each step."""
     leaves = len(jax.tree.leaves(runner.new_state(2)))
-    first = len(runner.weights)
+    first = len(runner.programs.weights)
     assert aliases(programs[kind]) == {i: first + i for i in range(leaves)}
 
 
@@ -81,7 +81,7 @@ def test_no_leaf_moves_over_steps(runner, kind):
 @pytest.mark.parametrize("operation", ["copy", "transpose"])
 def test_the_program_copies_no_weight_and_no_cache(runner, programs, kind, operation):
     """A layout that the products do not want, or a cache read after it was written, costs a copy a step."""
-    sizes = [leaf.size for leaf in (*runner.weights, *runner.new_state(2).cache.k) if leaf.ndim > 1]
+    sizes = [leaf.size for leaf in (*runner.programs.weights, *runner.new_state(2).cache.k) if leaf.ndim > 1]
     layers = runner.config.num_layers if runner.packing == "stacked" else 1
     smallest = min(size for size in sizes if size > 4096) // layers
     assert re.search(r" (dot|fusion|custom-call)\(", programs[kind]), "the text is not the compiled program"

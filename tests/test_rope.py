@@ -39,7 +39,7 @@ def config_of(which: str, **fields):
 
 def table_of(which: str, d) -> np.ndarray:
     """The table that a loaded decoder looks positions up in."""
-    return numpy(d.model.rope if which == "torch" else d._runner.parameters()["rope"])
+    return numpy(d.model.rope if which == "torch" else d._runner.programs.parameters()["rope"])
 
 
 def scores(which: str, path, tokens: list[int] = P24, **settings) -> np.ndarray:

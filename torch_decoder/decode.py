@@ -12,7 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .cache import KVCache, MemoryMap
+from .cache import MAX_STOP_IDS, KVCache, MemoryMap
+from .feed import float_bits
 from .model import Model
 from .sampling import select_greedy, select_sampled
 
@@ -49,12 +50,11 @@ def make_state(plan: MemoryMap, device: torch.device) -> DecodeState:
     return state
 
 
-def copy_state(plan: MemoryMap, state: DecodeState) -> DecodeState:
-    """The same state in memory of its own."""
-    new = make_state(plan, state.tokens.device)
-    for target, source in zip(leaves(new), leaves(state)):
-        target.copy_(source)
-    return new
+def copy_into(target: DecodeState, source: DecodeState) -> DecodeState:
+    """Overwrite a state with another of the same shapes; returns the target."""
+    for new, old in zip(leaves(target), leaves(source)):
+        new.copy_(old)
+    return target
 
 
 def leaves(state: DecodeState) -> list[Tensor]:
@@ -62,22 +62,42 @@ def leaves(state: DecodeState) -> list[Tensor]:
     return [x for pair in zip(state.cache.k, state.cache.v) for x in pair] + list(state[1:])
 
 
+def first_rows(state: DecodeState, count: int) -> DecodeState:
+    """The state of the first ``count`` rows, in the same memory."""
+    cache = KVCache(tuple(k[:count] for k in state.cache.k), tuple(v[:count] for v in state.cache.v))
+    return DecodeState(cache, *(leaf[:count] for leaf in state[1:]))
+
+
+def settings_words(values: dict[str, Any]) -> list[int]:
+    """A row's fields at admission as int32 words, in the order of ``_SETTINGS``."""
+    stop_ids = values["stop_ids"] + [-1] * (MAX_STOP_IDS - len(values["stop_ids"]))
+    return [*(values[name] for name in ("status", "tokens", "positions", "limits")), *stop_ids, *float_bits(values["filters"]), *values["draws"]]
+
+
+# Field of a row, first and last word (exclusive) of its settings.
+_SETTINGS = (
+    *((name, i, i + 1) for i, name in enumerate(("status", "tokens", "positions", "limits"))),
+    ("stop_ids", 4, 4 + MAX_STOP_IDS),
+    ("filters", 4 + MAX_STOP_IDS, 7 + MAX_STOP_IDS),
+    ("draws", 7 + MAX_STOP_IDS, 10 + MAX_STOP_IDS),
+)
+
+
 @torch.no_grad()
-def admit(state: DecodeState, row: int, settings: dict[str, Any]) -> None:
+def admit(state: DecodeState, row: int, words: Int[Tensor, " W"]) -> None:
     """Give a row to a new sequence: set its fields and clear everything the last one left.
 
     The cache row is cleared because a masked score still multiplies its value, and 0 times a
-    leftover NaN is NaN. ``settings`` maps leaf names to the row's new values.
+    leftover NaN is NaN. ``words`` are ``settings_words`` on the state's device.
     """
     for cache in (*state.cache.k, *state.cache.v):
         cache[row].zero_()
     state.logits[row].zero_()
-    for name, empty in (("ring", -1), ("forced", -1), ("logprobs", 0), ("stop_ids", -1)):
+    for name, empty in (("ring", -1), ("forced", -1), ("logprobs", 0)):
         getattr(state, name)[row].fill_(empty)
-    for name, value in settings.items():
+    for name, start, stop in _SETTINGS:
         target = getattr(state, name)[row]
-        values = torch.tensor(value, dtype=target.dtype)
-        (target[: len(value)] if isinstance(value, list) else target).copy_(values)
+        target.copy_(words[start:stop].view(target.dtype).view(target.shape))
 
 
 @torch.no_grad()
@@ -129,3 +149,15 @@ def _advance(state: DecodeState, kind: str) -> DecodeState:
     state.positions.copy_(torch.where(moves, following, state.positions))
     state.status.copy_(torch.where(running, ended, state.status))
     return state
+
+
+@torch.no_grad()
+def count_down(state: DecodeState, control: Int[Tensor, " 3"]) -> None:
+    """After a step of a loop on the device: is there another one?
+
+    ``control`` holds the steps left, how many rows may be running when the loop ends, and the
+    flag that this writes: 1 to go on.
+    """
+    control[0].sub_(1)
+    running = (state.status == RUNNING).sum()
+    control[2].copy_((control[0] > 0) & (running > control[1]))

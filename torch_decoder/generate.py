@@ -13,12 +13,13 @@ import torch
 
 from .checkpoint import DTYPES, load_model, pack, read_tensors, verify
 from .config import ModelConfig
-from .decode import FAILED, RUNNING, STOPPED, DecodeState, copy_state, prefill_chunk
+from .decode import FAILED, RUNNING, STOPPED, DecodeState, prefill_chunk
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
 from .model import KERNELS, Model
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
-from .runner import PREFILL_CHUNK, StepRunner, check_buckets, check_launch
+from .buckets import check_buckets
+from .runner import PREFILL_CHUNK, Held, StepFailed, StepRunner, check_launch
 from .settings import Sampling
 from .text import StreamText, Tokenizer
 
@@ -34,8 +35,8 @@ class DecodeHandle:
     (the newest tokens and the cache slots they will fill) are views of the state's own memory.
     """
 
-    def __init__(self, state: DecodeState, rows: int, kind: str, steps_left: int):
-        self._state: DecodeState | None = state
+    def __init__(self, held: Held, rows: int, kind: str, steps_left: int):
+        self._held: Held | None = held
         self.rows, self.kind, self.steps_left = rows, kind, steps_left
 
     def __getattr__(self, name: str) -> Any:
@@ -45,14 +46,17 @@ class DecodeHandle:
         return value if name == "cache" or value.shape[0] == self.rows else value[: self.rows]
 
     def peek(self) -> DecodeState:
-        if self._state is None:
-            raise DecoderError("cache already used: this state was given to decode_step, which returned its successor; use that one, or fork() before stepping")
-        return self._state
+        return self.held().state
 
-    def give_up(self) -> DecodeState:
-        state = self.peek()
-        self._state = None
-        return state
+    def held(self) -> Held:
+        if self._held is None:
+            raise DecoderError("cache already used: this state was given to decode_step, which returned its successor; use that one, or fork() before stepping")
+        return self._held
+
+    def give_up(self) -> Held:
+        held = self.held()
+        self._held = None
+        return held
 
 
 class Decoder:
@@ -175,9 +179,15 @@ class Decoder:
             for row in range(bucket):
                 if row not in rows and queue:
                     rows[row] = request = queue.popleft()
-                    state = self._runner.admit(state, row, request.prompt, request.row_settings(RUNNING))
-            for _ in range(interval):
-                state = self._runner.step(state, kind, len(rows))
+                    state = self._admit(state, row, request)
+            try:
+                state = self._runner.advance(state, kind, len(rows), interval, until_a_row_ends=bool(queue))
+            except StepFailed:
+                # Whatever the step left behind, the host knows what each row had come to.
+                state = self._runner.state(bucket)
+                for row, request in rows.items():
+                    state = self._admit(state, row, request)
+                continue
             look = self._runner.read(state)
             for row, request in list(rows.items()):
                 piece, completion = self._collect(request, row, look)
@@ -185,6 +195,9 @@ class Decoder:
                     del rows[row]
                     state = self._runner.release(state, row)
                 yield request, piece, completion
+
+    def _admit(self, state: DecodeState, row: int, request: Request) -> DecodeState:
+        return self._runner.admit(state, row, request.history, request.row_settings(RUNNING))
 
     def _collect(self, request: Request, row: int, look: dict[str, Any]) -> tuple[str, Completion | None]:
         """Take a row's new tokens from the host copies and say whether it has ended."""
@@ -223,35 +236,50 @@ class Decoder:
                 raise DecoderError(f"{len(prompts)} rows, the decoder holds max_batch {self.max_batch}: prefill fewer, or use generate")
             requests = make_requests(prompts, self.config, self.max_seq_len, self._tokenizer, max_new_tokens=1, sampling=sampling, row_ids=row_ids)
             steps_left = self.max_seq_len - max(map(len, prompts))
-            state = self._runner.new_state(self._runner.bucket_for(len(prompts)))
+            held = self._runner.hold(self._runner.bucket_for(len(prompts)))
             for row, request in enumerate(requests):
                 settings = {**request.row_settings(RUNNING), "limits": self.max_seq_len, "stop_ids": []}
-                state = self._runner.admit(state, row, request.prompt, settings)
+                self._runner.admit(held.state, row, request.prompt, settings)
                 if forced is not None and len(forced[row]):
                     tokens = as_id_rows(forced[row], self.config.vocab_size)[0]
                     check_room(len(request.prompt), len(tokens), self.max_seq_len, f"row {row}")
-                    state = self._runner.force(state, row, len(request.prompt), tokens)
+                    self._runner.force(held.state, row, len(request.prompt), tokens)
             kind = "sampled" if any(r.sampling.kind == "sampled" for r in requests) else "greedy"
-            return DecodeHandle(self._runner.step(state, kind, len(prompts)), len(prompts), kind, steps_left)
+            return self._step(held, len(prompts), kind, steps_left + 1, 1)
 
     def decode_step(self, state: DecodeHandle) -> DecodeHandle:
         """Feed every row's newest token, choose the next; the state given is used up.
 
         Raises CacheOverflowError when a row's newest token has no cache slot left.
         """
+        return self.decode_steps(state, 1)
+
+    def decode_steps(self, state: DecodeHandle, count: int) -> DecodeHandle:
+        """``count`` steps; with ``launch="device_loop"`` in one launch. Otherwise as ``decode_step``."""
         with self._exclusive():
             state.peek()
-            if state.steps_left < 1:
-                raise CacheOverflowError(f"a row's cache is full ({self.max_seq_len} tokens): raise max_seq_len, or stop here")
-            new = self._runner.step(state.give_up(), state.kind, state.rows)
-            return DecodeHandle(new, state.rows, state.kind, state.steps_left - 1)
+            if state.steps_left < integer(count, "count", 1):
+                raise CacheOverflowError(
+                    f"a row's cache is full after {state.steps_left} more steps, {count} asked for (it holds {self.max_seq_len} tokens): raise max_seq_len, or stop here"
+                )
+            return self._step(state.give_up(), state.rows, state.kind, state.steps_left, count)
+
+    def _step(self, held: Held, rows: int, kind: str, steps_left: int, count: int) -> DecodeHandle:
+        left = count
+        while left:
+            try:
+                self._runner.advance(self._runner.settle(held), kind, rows, left)
+                left = 0
+            except StepFailed as failure:  # the next try runs without the graph that failed
+                if not failure.intact:
+                    raise DecoderError(f"this state is lost ({failure}): prefill again") from failure
+                left -= failure.done
+        return DecodeHandle(held, rows, kind, steps_left - count)
 
     def fork(self, state: DecodeHandle) -> DecodeHandle:
         """A copy in memory of its own: both can go on, each by itself."""
         with self._exclusive():
-            source = state.peek()
-            copy = copy_state(self._runner.plan(source.tokens.shape[0]), source)
-            return DecodeHandle(copy, state.rows, state.kind, state.steps_left)
+            return DecodeHandle(self._runner.copy(state.held()), state.rows, state.kind, state.steps_left)
 
     def score(self, token_ids: Any) -> torch.Tensor:
         """Teacher-forced logits, float32 [B, T, V], of rows of equal length, on the device."""
@@ -294,7 +322,7 @@ class Decoder:
             "kernels": self.model.kernels,
             "buckets": list(self._runner.buckets),
             "graphs": self._runner.accounts(),
-            "fallbacks": [],
+            "fallbacks": self._runner.fallback_reports(),
             "memory_map": [{"name": r.name, "offset": r.offset, "bytes": r.nbytes, "shape": list(r.shape)} for r in plan.regions],
         }
 

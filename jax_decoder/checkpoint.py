@@ -132,15 +132,18 @@ def pack(tensors: Iterable[tuple[str, Any]], config: ModelConfig, model: Model, 
     finite: dict[str, jax.Array] = {}
     for name, shape in parameter_shapes(model).items():
         parameters[name] = jnp.zeros(shape, dtype, device=place(name, shape))
+    misfits = []
     for name, tensor in tensors:
-        slot = slots[name]
+        if (slot := slots.get(name)) is None or tuple(tensor.shape) != slot.shape:
+            misfits.append(f"{name}: shape {tuple(tensor.shape)}, expected {slot.shape if slot else 'no tensor of that name'}")
+            continue
         target = parameters[slot.parameter]
         # Small tensors are replicated next to a sharded target; XLA cuts them.
         part = jax.device_put(tensor, _beside(target, tensor.ndim))
         start = (slot.start, *(0 for _ in slot.shape[1:]))
         start = start if slot.layer is None else (slot.layer, *start)
         parameters[slot.parameter], finite[name] = _place(target, part, tuple(map(np.int32, start)))
-    problems = [f"{n}: holds NaN or infinity as {jnp.dtype(dtype).name}" for n, ok in finite.items() if not ok]
+    problems = misfits + [f"{n}: holds NaN or infinity as {jnp.dtype(dtype).name}" for n, ok in finite.items() if not ok]
     problems += [f"{name}: never filled" for name in slots if name not in finite]
     if problems:
         raise CheckpointError("\n".join([f"{len(problems)} problems with the weights (damaged file, or a dtype too narrow)", *problems]))
@@ -184,8 +187,14 @@ def load_parameters(directory: str | Path, dtype: jnp.dtype, placement: Placemen
     """The abstract model of a directory, and its parameters with the rotary table, by name."""
     directory = resolve_directory(directory)
     config = ModelConfig.from_directory(directory)
-    tensors = read_tensors(directory, config)
-    first = next(tensors)  # checks the whole directory before anything is allocated
+    return build_parameters(config, read_tensors(directory, config), dtype, placement, max_seq_len, packing)
+
+
+def build_parameters(
+    config: ModelConfig, tensors: Iterator[tuple[str, Any]], dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str
+) -> tuple[Model, dict[str, jax.Array]]:
+    """The abstract model of a config, and its parameters filled from (name, array) pairs."""
+    first = next(tensors)  # checks a whole directory before anything is allocated
     model = abstract_model(config, max_seq_len, packing, dtype)
     parameters = pack(_chain(first, tensors), config, model, dtype, placement)
     table_place = placement("rope", ()) if callable(placement) else placement

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .buckets import check_buckets
-from .checkpoint import DTYPES, abstract_model, load_parameters, pack, read_tensors
+from .budget import MemoryPlan, available_bytes, plan_memory
+from .checkpoint import abstract_model, build_parameters, pack, read_tensors
 from .config import ModelConfig
 from .decode import FAILED, RUNNING, STOPPED, DecodeState
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
+from .options import Options
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
-from .runner import StepFailed, StepRunner, check_launch
-from .settings import Sampling
+from .runner import StepFailed, StepRunner
+from .settings import KINDS, Sampling
 from .text import StreamText, Tokenizer
 
 # Steps between two looks at the results. Rows that end in between stand still on the device, so a
 # longer interval wastes their steps but never gives a token too many.
 STEPS_PER_LOOK = {"cpu": 1, "gpu": 8}
-KERNELS = ("plain",)
 
 
 class DecodeHandle:
@@ -60,9 +60,9 @@ class DecodeHandle:
 class Decoder:
     """A language model that decodes with JAX. Use ``from_pretrained``; close after use."""
 
-    def __init__(self, runner: StepRunner, tokenizer: Tokenizer):
+    def __init__(self, runner: StepRunner, tokenizer: Tokenizer, memory: MemoryPlan | None = None):
         self.config, self.max_seq_len, self.max_batch = runner.config, runner.max_seq_len, runner.buckets[-1]
-        self._runner, self._tokenizer = runner, tokenizer
+        self._runner, self._tokenizer, self._memory = runner, tokenizer, memory
         self._lock = threading.Lock()
         self._closed = False
 
@@ -89,29 +89,55 @@ class Decoder:
         """Load a Hugging Face model directory, or an Orbax one that this project made.
 
         ``max_seq_len`` is the cache's length in tokens, ``max_batch`` the rows that run at once.
-        Raises ConfigError for settings, CheckpointError for files, DeviceError for the device.
+        ``capture`` "ahead" compiles and records every step now, "lazy" at its first use.
+        ``memory_budget`` in bytes is what weights, cache and work space may take (default: what
+        the GPU has free). ``strict`` raises CaptureError where a graph fails; otherwise its bucket
+        runs without one. XLA options of your own: xla_flags.set_options. Raises ConfigError for
+        settings, CheckpointError for files, DeviceError for the device.
         """
-        _refuse_unsupported(
-            capture=(capture, "lazy"),
-            memory_budget=(memory_budget, None),
-            batch_invariant=(batch_invariant, False),
-            logits_hook=(logits_hook, None),
-            eager=(tuple(eager), ()),
-            tensor_parallel=(tensor_parallel, 1),
-            strict=(bool(strict), strict),
+        options = Options(
+            dtype,
+            device,
+            max_batch,
+            max_seq_len,
+            launch,
+            kernels,
+            buckets,
+            capture,
+            memory_budget,
+            strict,
+            batch_invariant,
+            logits_hook,
+            tuple(eager),
+            tensor_parallel,
         )
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-        if kernels not in ("auto", *KERNELS):
-            raise ConfigError(f"kernels is {kernels!r}, expected one of auto, {', '.join(KERNELS)}")
-        max_batch, max_seq_len = integer(max_batch, "max_batch", 1), integer(max_seq_len, "max_seq_len", 1)
-        place = resolve_device(device)
-        launch, sizes = check_launch(launch, place.platform), check_buckets(buckets, max_batch)
         directory = resolve_directory(path)
-        packing = "stacked" if place.platform == "gpu" else "separate"
-        sharding = jax.sharding.SingleDeviceSharding(place)
-        model, parameters = load_parameters(directory, DTYPES[dtype], sharding, max_seq_len, packing)
-        return cls(StepRunner(model, parameters, launch, sizes, DTYPES[dtype], place), Tokenizer(directory))
+        config = ModelConfig.from_directory(directory)
+        return cls._build(config, read_tensors(directory, config), Tokenizer(directory), options)
+
+    @classmethod
+    def from_tensors(cls, config: ModelConfig, tensors: Iterable[tuple[str, jax.Array]], *, tokenizer: Tokenizer | None = None, **options: Any) -> Decoder:
+        """A decoder of weights that come from elsewhere: (Hugging Face name, array) in any order.
+
+        ``options`` as in ``from_pretrained``. Without a tokenizer prompts are token ids.
+        """
+        return cls._build(config, iter(tensors), tokenizer or Tokenizer(None), Options(**options))
+
+    @classmethod
+    def _build(cls, config: ModelConfig, tensors: Iterator[tuple[str, Any]], tokenizer: Tokenizer, options: Options) -> Decoder:
+        place, dtype = options.place, options.jax_dtype
+        memory = plan_memory(config, options.buckets, options.max_seq_len, dtype, options.packing, options.memory_budget or available_bytes(place))
+        model, parameters = build_parameters(config, tensors, dtype, jax.sharding.SingleDeviceSharding(place), options.max_seq_len, options.packing)
+        runner = StepRunner(model, parameters, options.launch, options.buckets, dtype, place, strict=options.strict)
+        decoder = cls(runner, tokenizer, memory)
+        if options.capture == "ahead":
+            decoder.capture()
+        return decoder
+
+    def capture(self, kinds: Sequence[str] = KINDS) -> None:
+        """Compile and record the steps of every bucket now. Raises CaptureError if ``strict``."""
+        with self._exclusive():
+            self._runner.prepare(kinds)
 
     # ---- text ----------------------------------------------------------------------------------
 
@@ -319,6 +345,7 @@ class Decoder:
             "buckets": list(self._runner.buckets),
             "graphs": self._runner.accounts(),
             "fallbacks": self._runner.fallback_reports(),
+            "memory": None if self._memory is None else self._memory.as_dict(),
             "memory_map": [{"name": r.name, "offset": r.offset, "bytes": r.nbytes, "shape": list(r.shape)} for r in plan],
         }
 
@@ -341,23 +368,9 @@ class Decoder:
             raise DecoderError("another thread, or an unfinished stream, is using this decoder: one at a time; make a decoder for each thread")
         try:
             yield
+        except DeviceError:  # nothing runs after this
+            self._closed = True
+            self._runner.abandon()
+            raise
         finally:
             self._lock.release()
-
-
-def _refuse_unsupported(**settings: tuple[Any, Any]) -> None:
-    for name, (value, only) in settings.items():
-        if value != only:
-            raise ConfigError(f"{name} is {value!r}: only {only!r} is supported so far")
-
-
-def resolve_device(device: str) -> jax.Device:
-    """ "auto" is JAX's default device. Raises DeviceError for one that is not there."""
-    if device == "auto":
-        return jax.devices()[0]
-    if device not in ("cpu", "gpu", "cuda"):
-        raise DeviceError(f"device is {device!r}, expected auto, cpu, gpu or cuda")
-    try:
-        return jax.devices("gpu" if device == "cuda" else device)[0]
-    except RuntimeError:
-        raise DeviceError(f"device is {device!r}, but JAX finds no CUDA device: use device='cpu', or install jax[cuda13] and a driver") from None

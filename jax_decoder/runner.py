@@ -99,8 +99,7 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, str]) -> Cal
 class StepRunner:
     """Owns the states, one a bucket, and the executables, and runs steps.
 
-    ``options`` are compiler options for every step, over this project's own. ``strict`` raises
-    CaptureError where a graph fails, in place of running that bucket without one.
+    ``strict`` raises CaptureError where a graph fails, in place of running that bucket without one.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class StepRunner:
         dtype: jnp.dtype,
         device: jax.Device,
         compile: Compile = compile_lowered,
-        options: Mapping[str, str] | None = None,
         strict: bool = False,
     ):
         self.config, self.max_seq_len, self.packing = model.config, model.max_seq_len, model.packing
@@ -120,7 +118,7 @@ class StepRunner:
         chunk = min(PREFILL_CHUNK["gpu" if device.platform == "gpu" else "cpu"], model.max_seq_len)
         self.programs = Programs(model, parameters, chunk)
         self.fallbacks: dict[GraphKey, str] = {}
-        self._compile, self._options = compile, dict(options or {})
+        self._compile = compile
         self._states: dict[int, DecodeState] = {}
         self._steps: dict[GraphKey, Callable] = {}
         self._accounts: dict[GraphKey, StepAccount] = {}
@@ -262,7 +260,7 @@ class StepRunner:
             if self.launch == "op_by_op":
                 self._steps[key] = self.programs.step(key.kind, key.steps)
             else:
-                options = xla_flags.step_options(self._records(key), self.device.platform) | self._options
+                options = xla_flags.step_options(self._records(key), self.device.platform)
                 self._steps[key] = self._compile(self.programs.lower_step(state, key.kind, key.steps), options)
                 account.compilations += 1
             account.compile_s += time.perf_counter() - started

@@ -13,6 +13,8 @@ import subprocess
 import sys
 from functools import lru_cache
 
+import numpy as np
+
 from .errors import ConfigError
 
 COMMAND_TYPES = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL")
@@ -34,11 +36,34 @@ FLAGS = {
 def step_options(graph: bool, platform: str) -> dict[str, str]:
     """Compiler options of a step with command buffers on or off; from one lowering, in one process."""
     if platform != "gpu":
-        return {}
+        return dict(_user_options)
     if not graph:
-        return {_TYPES: ""}
+        return {**_user_options, _TYPES: ""}
+    if _TYPES in os.environ.get("XLA_FLAGS", ""):  # the user's choice of types is not ours to override
+        return dict(_user_options)
     # A single operation is worth a graph here: what stays outside is launched at every step.
-    return {_TYPES: ",".join(COMMAND_TYPES), _SMALLEST: "1", "xla_enable_command_buffers_during_profiling": "true"}
+    return {_TYPES: ",".join(COMMAND_TYPES), _SMALLEST: "1", "xla_enable_command_buffers_during_profiling": "true", **_user_options}
+
+
+_user_options: dict[str, str] = {}
+
+
+def set_options(options: dict[str, str]) -> None:
+    """Compiler options of your own for every step compiled from now on in this process.
+
+    Like XLA_FLAGS they hold for the whole process; unlike there, an unknown name does not end it.
+    Raises ConfigError naming an option or a value that the installed version refuses.
+    """
+    import jax
+
+    lowered = jax.jit(lambda x: x + 1).lower(np.float32(1))
+    for name, value in options.items():
+        try:
+            lowered.compile(compiler_options={name: value})
+        except Exception as error:  # JAX raises several kinds
+            raise ConfigError(f"XLA option {name}={value}: the installed jaxlib {jax.lib.__version__} refuses it ({str(error).splitlines()[0]}): see known()") from error
+    _user_options.clear()
+    _user_options.update(options)
 
 
 def as_environment(options: dict[str, str], loops: bool = False) -> str:

@@ -48,7 +48,8 @@ def packed(which: str, path, packing: str = "separate"):
     """The packed parameters of a checkpoint, and a function that unpacks them again."""
     if which == "torch":
         module = torch_decoder.checkpoint
-        model = module.load_model(path, torch.float32, torch.device("cpu"), 8, "plain")
+        config = torch_decoder.ModelConfig.from_directory(path)
+        model = module.build_model(config, module.read_tensors(path, config), torch.float32, torch.device("cpu"), 8, "plain")
         parameters = dict(model.named_parameters())
         return parameters, lambda: module.unpack(model.config, parameters)
     module = jax_decoder.checkpoint

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .errors import CheckpointError
-from .files import check_against, resolve_directory, stored_tensors
+from .files import check_against, stored_tensors
 from .model import Model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,7 +110,9 @@ def pack(tensors: Iterable[tuple[str, Tensor]], config: ModelConfig, parameters:
     unfilled, bad = set(slots), []
     with torch.no_grad():
         for name, tensor in tensors:
-            slot = slots[name]
+            if (slot := slots.get(name)) is None or tuple(tensor.shape) != slot.shape:
+                bad.append(f"{name}: shape {tuple(tensor.shape)}, expected {slot.shape if slot else 'no tensor of that name'}")
+                continue
             target = parameters[slot.parameter][slot.start : slot.start + slot.shape[0]]
             target.copy_(tensor)
             unfilled.discard(name)
@@ -140,12 +142,9 @@ def unpack(config: ModelConfig, parameters: Mapping[str, Tensor]) -> dict[str, T
     return {name: parameters[s.parameter][s.start : s.start + s.shape[0]] for name, s in table(config).items()}
 
 
-def load_model(directory: str | Path, dtype: torch.dtype, device: torch.device, max_seq_len: int, kernels: str) -> Model:
-    """Build the model on ``device`` and fill it from a model directory."""
-    directory = resolve_directory(directory)
-    config = ModelConfig.from_directory(directory)
-    tensors = read_tensors(directory, config)
-    first = next(tensors)  # checks the whole directory before anything is allocated
+def build_model(config: ModelConfig, tensors: Iterator[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, max_seq_len: int, kernels: str) -> Model:
+    """Build the model on ``device`` and fill it from (name, tensor) pairs."""
+    first = next(tensors)  # checks a whole directory before anything is allocated
     model = empty_model(config, dtype, device, max_seq_len, kernels)
     pack(_chain(first, tensors), config, dict(model.named_parameters()))
     return model

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .checkpoint import DTYPES, load_model, pack, read_tensors, verify
+from .budget import MemoryPlan, plan_memory
+from .checkpoint import build_model, pack, read_tensors, verify
 from .config import ModelConfig
 from .decode import FAILED, RUNNING, STOPPED, DecodeState, prefill_chunk
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
-from .model import KERNELS, Model
+from .model import Model
+from .options import Options
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
-from .buckets import check_buckets
-from .runner import PREFILL_CHUNK, Held, StepFailed, StepRunner, check_launch
-from .settings import Sampling
+from .runner import PREFILL_CHUNK, Held, StepFailed, StepRunner
+from .settings import KINDS, Sampling
 from .text import StreamText, Tokenizer
 
 # Steps between two looks at the results. Rows that end in between stand still on the device, so a
@@ -62,10 +63,10 @@ class DecodeHandle:
 class Decoder:
     """A language model that decodes with PyTorch. Use ``from_pretrained``; close after use."""
 
-    def __init__(self, model: Model, runner: StepRunner, tokenizer: Tokenizer):
+    def __init__(self, model: Model, runner: StepRunner, tokenizer: Tokenizer, memory: MemoryPlan | None = None):
         self.model, self.config = model, model.config
         self.max_seq_len, self.max_batch = model.max_seq_len, runner.buckets[-1]
-        self._runner, self._tokenizer = runner, tokenizer
+        self._runner, self._tokenizer, self._memory = runner, tokenizer, memory
         self._lock = threading.Lock()
         self._closed = False
 
@@ -92,27 +93,43 @@ class Decoder:
         """Load a Hugging Face model directory.
 
         ``max_seq_len`` is the cache's length in tokens, ``max_batch`` the rows that run at once.
+        ``capture`` "ahead" records every graph now, "lazy" at its first use. ``memory_budget`` in
+        bytes is what weights, cache and work space may take (default: the GPU's free memory).
+        ``strict`` raises CaptureError where a graph fails; otherwise its bucket runs without one.
         Raises ConfigError for settings, CheckpointError for files, DeviceError for the device.
         """
-        _refuse_unsupported(
-            capture=(capture, "lazy"),
-            memory_budget=(memory_budget, None),
-            batch_invariant=(batch_invariant, False),
-            logits_hook=(logits_hook, None),
-            eager=(tuple(eager), ()),
-            tensor_parallel=(tensor_parallel, 1),
-            strict=(bool(strict), strict),
+        options = Options(
+            dtype, device, max_batch, max_seq_len, launch, kernels, buckets, capture, memory_budget, strict, batch_invariant, logits_hook, tuple(eager), tensor_parallel
         )
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-        if kernels not in ("auto", *KERNELS):
-            raise ConfigError(f"kernels is {kernels!r}, expected one of auto, {', '.join(KERNELS)}")
-        max_batch, max_seq_len = integer(max_batch, "max_batch", 1), integer(max_seq_len, "max_seq_len", 1)
-        place = resolve_device(device)
-        launch, sizes = check_launch(launch, place), check_buckets(buckets, max_batch)
         directory = resolve_directory(path)
-        model = load_model(directory, DTYPES[dtype], place, max_seq_len, "plain" if kernels == "auto" else kernels)
-        return cls(model, StepRunner(model, launch, sizes, DTYPES[dtype], place), Tokenizer(directory))
+        config = ModelConfig.from_directory(directory)
+        return cls._build(config, read_tensors(directory, config), Tokenizer(directory), options)
+
+    @classmethod
+    def from_tensors(cls, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], *, tokenizer: Tokenizer | None = None, **options: Any) -> Decoder:
+        """A decoder of weights that come from elsewhere: (Hugging Face name, tensor) in any order.
+
+        ``options`` as in ``from_pretrained``. Without a tokenizer prompts are token ids.
+        """
+        return cls._build(config, iter(tensors), tokenizer or Tokenizer(None), Options(**options))
+
+    @classmethod
+    def _build(cls, config: ModelConfig, tensors: Iterator[tuple[str, torch.Tensor]], tokenizer: Tokenizer, options: Options) -> Decoder:
+        place, dtype = options.place, options.torch_dtype
+        limit = options.memory_budget
+        if limit is None and place.type == "cuda":
+            limit = torch.cuda.mem_get_info(place)[0]
+        memory = plan_memory(config, options.buckets, options.max_seq_len, dtype, limit)
+        model = build_model(config, tensors, dtype, place, options.max_seq_len, options.kernels)
+        decoder = cls(model, StepRunner(model, options.launch, options.buckets, dtype, place, strict=options.strict), tokenizer, memory)
+        if options.capture == "ahead":
+            decoder.capture()
+        return decoder
+
+    def capture(self, kinds: Sequence[str] = KINDS) -> None:
+        """Record the graphs of every bucket now. Raises CaptureError if ``strict``."""
+        with self._exclusive():
+            self._runner.prepare(kinds)
 
     # ---- text ----------------------------------------------------------------------------------
 
@@ -171,7 +188,7 @@ class Decoder:
         """Decode all requests; yield (request, new text, completion when finished) at every look."""
         if not requests:
             return
-        interval = steps_per_look or STEPS_PER_LOOK[self._runner.device.type]
+        interval = steps_per_look or self._interval(requests)
         kind = "sampled" if any(r.sampling.kind == "sampled" for r in requests) else "greedy"
         bucket = self._runner.bucket_for(len(requests))
         state, queue, rows = self._runner.state(bucket), deque(requests), {}
@@ -195,6 +212,12 @@ class Decoder:
                     del rows[row]
                     state = self._runner.release(state, row)
                 yield request, piece, completion
+
+    def _interval(self, requests: list[Request]) -> int:
+        """Steps until the host looks; a loop on the device finds the end of a row by itself."""
+        if self._runner.launch == "device_loop" and all(r.stream is None for r in requests):
+            return max(r.max_new_tokens for r in requests)
+        return STEPS_PER_LOOK[self._runner.device.type]
 
     def _admit(self, state: DecodeState, row: int, request: Request) -> DecodeState:
         return self._runner.admit(state, row, request.history, request.row_settings(RUNNING))
@@ -323,14 +346,16 @@ class Decoder:
             "buckets": list(self._runner.buckets),
             "graphs": self._runner.accounts(),
             "fallbacks": self._runner.fallback_reports(),
+            "memory": None if self._memory is None else self._memory.as_dict(),
             "memory_map": [{"name": r.name, "offset": r.offset, "bytes": r.nbytes, "shape": list(r.shape)} for r in plan.regions],
         }
 
     def close(self) -> None:
-        """Release states and weights; any later call is an error."""
-        self._closed = True
-        self._runner.close()
-        self.model = self._runner.model = None
+        """Release graphs, states and weights; any later call is an error."""
+        if not self._closed:
+            self._closed = True
+            self._runner.close()
+        self.model = None
 
     def __enter__(self) -> Decoder:
         return self
@@ -346,20 +371,9 @@ class Decoder:
             raise DecoderError("another thread, or an unfinished stream, is using this decoder: one at a time; make a decoder for each thread")
         try:
             yield
+        except DeviceError:  # nothing runs after this, and closing must not touch the device
+            self._closed, self.model = True, None
+            self._runner.abandon()
+            raise
         finally:
             self._lock.release()
-
-
-def _refuse_unsupported(**settings: tuple[Any, Any]) -> None:
-    for name, (value, only) in settings.items():
-        if value != only:
-            raise ConfigError(f"{name} is {value!r}: only {only!r} is supported so far")
-
-
-def resolve_device(device: str) -> torch.device:
-    """ "auto" is the GPU where there is one. Raises DeviceError for one that is not there."""
-    if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
-        raise DeviceError(f"device is {device!r}, expected auto, cpu or cuda")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"device is {device!r}, but PyTorch finds no CUDA device: use device='cpu', or install a CUDA build and driver")
-    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)

@@ -10,7 +10,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -211,7 +211,5 @@ class CudaBackend:
 
 def _end_failed_capture(graph: torch.cuda.CUDAGraph) -> None:
     """Leave capture mode; the stream stays unusable otherwise."""
-    try:
+    with suppress(RuntimeError):  # says only that the capture failed, which is known
         graph.capture_end()
-    except RuntimeError:
-        pass  # says only that the capture failed, which is known

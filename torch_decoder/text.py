@@ -15,18 +15,18 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 class Tokenizer:
     """The tokenizer of a model directory (transformers' AutoTokenizer), loaded on first use."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path | None):
         self.directory = directory
         self._loaded: Any = None
 
     @property
     def present(self) -> bool:
-        return any((self.directory / name).is_file() for name in _TOKENIZER_FILES)
+        return self.directory is not None and any((self.directory / name).is_file() for name in _TOKENIZER_FILES)
 
     def _get(self) -> Any:
         if self._loaded is None:
             if not self.present:
-                raise CheckpointError(f"{self.directory}: no tokenizer.json found, needed for text: pass token ids, or add the file")
+                raise CheckpointError(f"{self.directory or 'weights without a directory'}: no tokenizer.json found, needed for text: pass token ids, or add the file")
             # Slow to import, and not needed by those who pass ids.
             from transformers import AutoTokenizer
 

@@ -1,0 +1,78 @@
+"""The settings of a decoder, checked before anything is read or allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .buckets import check_buckets
+from .checkpoint import DTYPES
+from .errors import ConfigError, DeviceError
+from .model import KERNELS
+from .requests import integer
+from .runner import check_launch
+
+CAPTURES = ("lazy", "ahead")
+
+
+@dataclass(frozen=True)
+class Options:
+    """See Decoder.from_pretrained. Raises ConfigError naming the setting, DeviceError for the device."""
+
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    max_batch: int = 8
+    max_seq_len: int = 2048
+    launch: str = "auto"
+    kernels: str = "auto"
+    buckets: Sequence[int] | None = None
+    capture: str = "lazy"
+    memory_budget: int | None = None
+    strict: bool = False
+    batch_invariant: bool = False
+    logits_hook: Any = None
+    eager: Sequence[str] = ()
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        for name, only in (("batch_invariant", False), ("logits_hook", None), ("eager", ()), ("tensor_parallel", 1)):
+            value = tuple(self.eager) if name == "eager" else getattr(self, name)
+            if value != only:
+                raise ConfigError(f"{name} is {value!r}: only {only!r} is supported so far")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kernels", self.kernels, ("auto", *KERNELS))
+        _one_of("capture", self.capture, CAPTURES)
+        if not isinstance(self.strict, bool):
+            raise ConfigError(f"strict is {self.strict!r}, expected True or False")
+        for name in ("max_batch", "max_seq_len"):
+            object.__setattr__(self, name, integer(getattr(self, name), name, 1))
+        if self.memory_budget is not None:
+            object.__setattr__(self, "memory_budget", integer(self.memory_budget, "memory_budget", 1))
+        object.__setattr__(self, "kernels", "plain" if self.kernels == "auto" else self.kernels)
+        object.__setattr__(self, "launch", check_launch(self.launch, self.place))
+        object.__setattr__(self, "buckets", check_buckets(self.buckets, self.max_batch))
+
+    @property
+    def place(self) -> torch.device:
+        return resolve_device(self.device)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is the GPU where there is one. Raises DeviceError for one that is not there."""
+    if device not in ("auto", "cpu", "cuda") and not device.startswith("cuda:"):
+        raise DeviceError(f"device is {device!r}, expected auto, cpu or cuda")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise DeviceError(f"device is {device!r}, but PyTorch finds no CUDA device: use device='cpu', or install a CUDA build and driver")
+    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)

@@ -20,7 +20,7 @@ from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
 from .options import Options
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
-from .runner import StepFailed, StepRunner
+from .runner import LOOP_STEPS, StepFailed, StepRunner
 from .settings import KINDS, Sampling
 from .text import StreamText, Tokenizer
 
@@ -196,7 +196,7 @@ class Decoder:
         """Decode all requests; yield (request, new text, completion when finished) at every look."""
         if not requests:
             return
-        interval = steps_per_look or STEPS_PER_LOOK[self._runner.device.platform]
+        interval = steps_per_look or self._interval(requests)
         kind = "sampled" if any(r.sampling.kind == "sampled" for r in requests) else "greedy"
         bucket = self._runner.bucket_for(len(requests))
         state, queue, rows = self._runner.take_state(bucket), deque(requests), {}
@@ -221,6 +221,12 @@ class Decoder:
                     state = self._runner.release(state, row)
                 yield request, piece, completion
         self._runner.keep_state(state)
+
+    def _interval(self, requests: list[Request]) -> int:
+        """Steps until the host looks."""
+        interval = STEPS_PER_LOOK[self._runner.device.platform]
+        looped = self._runner.launch == "device_loop" and all(r.stream is None for r in requests)
+        return max(interval, LOOP_STEPS) if looped else interval
 
     def _admit(self, state: DecodeState, row: int, request: Request) -> DecodeState:
         return self._runner.admit(state, row, request.history, request.row_settings(RUNNING))

@@ -214,9 +214,8 @@ class StepRunner:
 
     def read(self, state: DecodeState) -> dict[str, np.ndarray]:
         """Host copies of what decides how rows go on: waits for the device."""
-        wanted = ("status", "positions", "ring", "logprobs")
         try:
-            return dict(zip(wanted, jax.device_get([getattr(state, name) for name in wanted])))
+            return _host_copies({name: getattr(state, name) for name in ("status", "positions", "ring", "logprobs")})
         except RECOVERABLE as error:
             raise self._lost(error) from error
 
@@ -268,6 +267,7 @@ class StepRunner:
 
     def _first_run(self, key: GraphKey, executable: Callable, state: DecodeState) -> DecodeState:
         """A run that may record: timed, its memory counted, and its buffers watched."""
+        state = jax.block_until_ready(state)  # what is still being written may not be donated
         account, before, free = self._account(key), _addresses(state), free_bytes(self.device)
         started = time.perf_counter()
         state = jax.block_until_ready(executable(self.programs.weights, state))
@@ -331,6 +331,18 @@ class StepRunner:
         self.programs.weights = ()
 
     abandon = close  # nothing here touches the device
+
+
+def _host_copies(leaves: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Copies on the host; waits for the device.
+
+    An array keeps the host view that is asked of it, and on a CPU that view is the buffer itself,
+    which could then not be donated to the next step: other objects are asked, and copied.
+    """
+    parts = {name: leaf.addressable_data(0) for name, leaf in leaves.items()}
+    for part in parts.values():
+        part.copy_to_host_async()
+    return {name: np.array(part) for name, part in parts.items()}
 
 
 def _addresses(state: DecodeState) -> list[int]:

@@ -29,26 +29,38 @@ FLAGS = {
     "xla_gpu_command_buffer_unroll_loops": "record a loop of known length as its unrolled steps",
     "xla_gpu_graph_enable_concurrent_region": "let independent nodes of a graph run side by side",
     "xla_gpu_autotune_level": "0 pins library kernels, so that compared executables use the same ones",
+    "xla_disable_hlo_passes": "slice-sinker moves a conversion in front of the slices of a stacked weight: all of it is then converted to float32 at every step (18.3 ms in place of 4.3 on an 8B model)",
     "xla_enable_command_buffers_during_profiling": "keeps graphs on while a profiler runs; off, a profile shows another program than the one that is used",
 }
 
 
-def step_options(graph: bool, platform: str) -> dict[str, str]:
+Options = dict[str, str | bool]
+
+
+def step_options(graph: bool, platform: str) -> Options:
     """Compiler options of a step with command buffers on or off; from one lowering, in one process."""
     if platform != "gpu":
         return dict(_user_options)
+    common: Options = {"xla_disable_hlo_passes": "slice-sinker"}
     if not graph:
-        return {**_user_options, _TYPES: ""}
+        return {**common, **_user_options, _TYPES: ""}
     if _TYPES in os.environ.get("XLA_FLAGS", ""):  # the user's choice of types is not ours to override
-        return dict(_user_options)
+        return {**common, **_user_options}
     # A single operation is worth a graph here: what stays outside is launched at every step.
-    return {_TYPES: ",".join(COMMAND_TYPES), _SMALLEST: "1", "xla_enable_command_buffers_during_profiling": "true", **_user_options}
+    graphs: Options = {_TYPES: ",".join(COMMAND_TYPES), _SMALLEST: "1", "xla_enable_command_buffers_during_profiling": True}
+    return {**common, **graphs, **_user_options}
 
 
-_user_options: dict[str, str] = {}
+def as_environment(options: Options, loops: bool = False) -> str:
+    """The same options as the text of XLA_FLAGS; ``loops`` adds while loops to the recorded kinds."""
+    words = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
+    return " ".join(words + [f"--{_TYPES}=+WHILE"] * loops)
 
 
-def set_options(options: dict[str, str]) -> None:
+_user_options: Options = {}
+
+
+def set_options(options: Options) -> None:
     """Compiler options of your own for every step compiled from now on in this process.
 
     Like XLA_FLAGS they hold for the whole process; unlike there, an unknown name does not end it.
@@ -64,12 +76,6 @@ def set_options(options: dict[str, str]) -> None:
             raise ConfigError(f"XLA option {name}={value}: the installed jaxlib {jax.lib.__version__} refuses it ({str(error).splitlines()[0]}): see known()") from error
     _user_options.clear()
     _user_options.update(options)
-
-
-def as_environment(options: dict[str, str], loops: bool = False) -> str:
-    """The same options as the text of XLA_FLAGS; ``loops`` adds while loops to the recorded kinds."""
-    words = [f"--{name}={value}" for name, value in options.items()]
-    return " ".join(words + [f"--{_TYPES}=+WHILE"] * loops)
 
 
 def names(flags: str) -> list[str]:

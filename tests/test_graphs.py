@@ -260,7 +260,7 @@ def test_the_spare_row_may_be_any_row(one_graph, eager):
     """Rows that end at once leave their place empty between the others."""
     expected = [c.token_ids for c in eager.generate(PROMPTS[:3], max_new_tokens=12)]
     for spare in range(4):
-        prompts = PROMPTS[:spare] + [[1]] + PROMPTS[spare:3]
+        prompts = [*PROMPTS[:spare], [1], *PROMPTS[spare:3]]
         first = one_graph.generate([[1]], max_new_tokens=1)[0].token_ids
         ids = [c.token_ids for c in one_graph.generate(prompts, max_new_tokens=12, stop_token_ids=first)]
         alone = [eager.generate([p], max_new_tokens=12, stop_token_ids=first)[0].token_ids for p in prompts]
@@ -459,7 +459,7 @@ def test_a_state_in_a_callers_hands_survives_too(path, eager, point):
 def test_strict_raises_and_leaves_the_decoder_usable(path, eager, point):
     with graph_decoder(path, strict=True) as made:
         made.backend.fail[point] = RuntimeError("operation not permitted when stream is capturing\nmore")
-        with pytest.raises(CaptureError, match="bucket 2, greedy: operation not permitted when stream is capturing$"):
+        with pytest.raises(CaptureError, match=r"bucket 2, greedy: operation not permitted when stream is capturing$"):
             made.generate(PROMPTS[:2], max_new_tokens=3)
         made.backend.fail.clear()
         same(made.generate(PROMPTS[:2], max_new_tokens=3), eager.generate(PROMPTS[:2], max_new_tokens=3))
@@ -474,7 +474,7 @@ def test_a_fault_of_our_own_is_not_swallowed(one_graph):
 def test_a_lost_context_closes_the_decoder(one_graph):
     one_graph.generate(PROMPTS[:1], max_new_tokens=3)
     one_graph.backend.fail["replay"], one_graph.backend.is_alive = RuntimeError("an illegal memory access was encountered"), False
-    with pytest.raises(DeviceError, match="illegal memory access.*new one"):
+    with pytest.raises(DeviceError, match=r"illegal memory access.*new one"):
         one_graph.generate(PROMPTS[:1], max_new_tokens=3)
     with pytest.raises(DecoderError, match="closed"):
         one_graph.generate(PROMPTS[:1], max_new_tokens=3)

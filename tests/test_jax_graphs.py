@@ -288,7 +288,7 @@ def test_a_state_in_a_callers_hands_that_is_lost_is_an_error(path):
     with graph_decoder(path) as made:
         state = made.prefill(PROMPTS[:1])
         made.compiler.fail_running[2], made.compiler.use_up = RuntimeError("failed to launch"), True
-        with pytest.raises(DecoderError, match="this state is lost.*prefill again"):
+        with pytest.raises(DecoderError, match=r"this state is lost.*prefill again"):
             made.decode_step(state)
         assert made.generate(PROMPTS[:1], max_new_tokens=2)[0].token_ids
 
@@ -296,7 +296,7 @@ def test_a_state_in_a_callers_hands_that_is_lost_is_an_error(path):
 def test_strict_raises_and_leaves_the_decoder_usable(path, plain):
     with graph_decoder(path, strict=True) as made:
         made.compiler.fail_compiling = RuntimeError("refused\nmore")
-        with pytest.raises(CaptureError, match="bucket 2, greedy: refused$"):
+        with pytest.raises(CaptureError, match=r"bucket 2, greedy: refused$"):
             made.generate(PROMPTS[:2], max_new_tokens=3)
         made.compiler.fail_compiling = None
         same(made.generate(PROMPTS[:2], max_new_tokens=3), plain.generate(PROMPTS[:2], max_new_tokens=3))
@@ -305,7 +305,7 @@ def test_strict_raises_and_leaves_the_decoder_usable(path, plain):
 def test_a_step_that_fails_without_graphs_too_is_an_error(path):
     with graph_decoder(path) as made:
         made.compiler.fail_running = {1: RuntimeError("first"), 2: RuntimeError("second")}
-        with pytest.raises(DeviceError, match="without command buffers too.*second"):
+        with pytest.raises(DeviceError, match=r"without command buffers too.*second"):
             made.generate(PROMPTS[:1], max_new_tokens=3)
 
 
@@ -314,7 +314,7 @@ def test_a_lost_device_closes_the_decoder(path, monkeypatch):
         made.generate(PROMPTS[:1], max_new_tokens=3)
         monkeypatch.setattr(made._runner, "_alive", lambda: False)
         made.compiler.fail_running[made.compiler.runs + 1] = RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-        with pytest.raises(DeviceError, match="ILLEGAL_ADDRESS.*new one"):
+        with pytest.raises(DeviceError, match=r"ILLEGAL_ADDRESS.*new one"):
             made.generate(PROMPTS[:1], max_new_tokens=3)
         with pytest.raises(DecoderError, match="closed"):
             made.generate(PROMPTS[:1], max_new_tokens=3)

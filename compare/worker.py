@@ -46,6 +46,7 @@ class DecoderArm:
         return self.variant.label()
 
     def restart(self) -> None:
+        self.handle = None  # a state that someone still holds would be copied out of the graphs' memory
         self.handle = self.decoder.prefill(self.prompts, forced=self.forced)
 
     def step(self) -> None:

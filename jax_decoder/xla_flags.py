@@ -29,7 +29,7 @@ FLAGS = {
     "xla_gpu_command_buffer_unroll_loops": "record a loop of known length as its unrolled steps",
     "xla_gpu_graph_enable_concurrent_region": "let independent nodes of a graph run side by side",
     "xla_gpu_autotune_level": "0 pins library kernels, so that compared executables use the same ones",
-    "xla_disable_hlo_passes": "slice-sinker moves a conversion in front of the slices of a stacked weight: all of it is then converted to float32 at every step (18.3 ms in place of 4.3 on an 8B model)",
+    "xla_disable_hlo_passes": "passes to leave out; slice-sinker may move a conversion in front of the slices of a stacked weight, which would then be converted as a whole at every step",
     "xla_enable_command_buffers_during_profiling": "keeps graphs on while a profiler runs; off, a profile shows another program than the one that is used",
 }
 

@@ -1,7 +1,7 @@
 """Recording a step as a CUDA graph: the recipe, and what it needs of the device.
 
 The recipe takes the device as an argument. ``CudaBackend`` is the real one; tests pass one that
-runs the step again on the same fixed buffers, so everything around a capture is tested on a CPU.
+traces a step's operations and replays those, so everything around a capture is tested on a CPU.
 """
 
 from __future__ import annotations

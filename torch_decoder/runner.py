@@ -231,10 +231,6 @@ class StepRunner:
             account.padded_rows += done * padded
         return look
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     # ---- graphs --------------------------------------------------------------------------------
 
     def prepare(self, kinds: Sequence[str], progress: Callable[[str], None] = log.info) -> None:

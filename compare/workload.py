@@ -72,6 +72,4 @@ def why_not(variant: Variant, cuda: dict[str, bool]) -> str | None:
     """Why a variant cannot run here, or None. ``cuda`` says for each framework whether it sees a GPU."""
     if variant.launch in NEEDS_CUDA and not cuda.get(variant.framework, False):
         return "no CUDA device"
-    if variant == Variant("torch", "cuda_graph"):
-        return "not built yet"
     return None

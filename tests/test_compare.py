@@ -21,7 +21,7 @@ from compare.run import compare
 from compare.timing import MeasurementError, time_steps
 from compare.worker import DecoderArm, measure
 from compare.workload import VARIANTS, Variant, Workload, why_not
-from tests.helpers import copy_of, edit_config, edit_tensors
+from tests.helpers import copy_of, edit_config, edit_tensors, numpy
 
 NO_GPU = {"torch": False, "jax": False, "transformers": False}
 ARMS = (Variant("torch", "eager"), Variant("jax", "jit"), Variant("jax", "op_by_op"))
@@ -82,7 +82,7 @@ def test_forced_tokens_are_what_the_steps_follow(workload, reference):
     forced = (reference["tokens"] + 1) % 256
     arm.forced = forced.tolist()
     assert not np.allclose(arm.logits()[1:], reference["logits"][1:])
-    assert [row[row >= 0].tolist() for row in np.asarray(arm.handle.ring)] == forced.tolist()
+    assert [row[row >= 0].tolist() for row in numpy(arm.handle.ring)] == forced.tolist()
 
 
 # ---- clocks ------------------------------------------------------------------------------------
@@ -275,6 +275,7 @@ def _failing(job, folder):
 def test_bad_input_is_one_line_and_exit_2(arguments, word, capsys, strong):
     if "--model" not in arguments:
         arguments = [*arguments, "--model", str(strong("llama"))]
+        capsys.readouterr()  # making the checkpoint may have shown its progress
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert word in error and error.count("\n") == 1

@@ -15,6 +15,7 @@ import pytest
 
 from compare import results, timing
 from compare.cli import main
+from compare.environment import cuda_visible
 from compare.peer import measure_transformers
 from compare.report import headline, render
 from compare.run import compare
@@ -170,8 +171,12 @@ def test_a_run_measures_what_is_here_and_says_why_not_elsewhere(result, workload
         assert v["tokens_per_s"] > 0 and v["matmul_precision"] == "ieee float32"
     assert by_label["jax jit plain"]["compile_s"] > 0 and by_label["jax jit plain"]["compilations_while_timed"] == 0
     for label in ("torch cuda_graph plain", "jax command_buffer plain"):
-        if why_not(next(v for v in VARIANTS if v.label() == label), NO_GPU):
-            assert by_label[label]["not_measured"] == "no CUDA device" or "step_ms" in by_label[label]
+        variant = next(v for v in VARIANTS if v.label() == label)
+        assert why_not(variant, NO_GPU) == "no CUDA device"
+        if cuda_visible()[variant.framework]:
+            assert by_label[label]["parity"]["verdict"] == "pass" and "step_ms" in by_label[label]
+        else:
+            assert by_label[label]["not_measured"] == "no CUDA device"
     assert result["workload"] == asdict(workload)
     assert {"cpu", "gpu", "versions", "xla_flags", "commit"} <= set(result["environment"])
 

@@ -153,9 +153,12 @@ def test_time_grows_with_the_layers(strong):
         workload = Workload(str(strong("llama", num_hidden_layers=layers, hidden_size=256, intermediate_size=1024)), new_tokens=16, max_seq_len=32)
         arm = DecoderArm(Variant("torch", "eager"), workload, [[1, 2, 3]], [[7] * 16])
         medians.append(time_steps([arm], rounds=6, steps_available=15)[0]["step_ms"]["p50"])
-        started = time.perf_counter()
-        arm.generate()
-        assert (time.perf_counter() - started) / 16 * 1e3 == pytest.approx(medians[-1], rel=1.0)
+        seconds = []
+        for _ in range(5):  # the quickest: a busy machine makes single runs several times longer
+            started = time.perf_counter()
+            arm.generate()
+            seconds.append(time.perf_counter() - started)
+        assert medians[-1] / 3 < min(seconds) / 16 * 1e3 < medians[-1] * 3
     assert medians[1] > 4 * medians[0]
 
 

@@ -52,10 +52,10 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rope: Float[Tensor, "B T 2 R"],
+        rope: Float[Tensor, "B T 2 H"],
         k_cache: Float[Tensor, "B K S H"],
         v_cache: Float[Tensor, "B K S H"],
-        slots: Int[Tensor, "B T"],
+        rows: Int[Tensor, " R"],
         mask: Float[Tensor, "B 1 T S"],
     ) -> Float[Tensor, "B T D"]:
         batch, length, _ = x.shape
@@ -65,8 +65,8 @@ class Attention(nn.Module):
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         q, k = plain.apply_rope(qk, rope).split([self.num_heads, self.num_kv_heads], dim=2)
-        plain.write_cache(k_cache, k, slots)
-        plain.write_cache(v_cache, v, slots)
+        plain.write_cache(k_cache, k, rows)
+        plain.write_cache(v_cache, v, rows)
         return self.o_proj(plain.attend(q, k_cache, v_cache, mask))
 
 
@@ -95,11 +95,11 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rope: Float[Tensor, "B T 2 R"],
+        rope: Float[Tensor, "B T 2 H"],
         k_cache: Float[Tensor, "B K S H"],
         v_cache: Float[Tensor, "B K S H"],
-        slots: Int[Tensor, "B T"],
+        rows: Int[Tensor, " R"],
         mask: Float[Tensor, "B 1 T S"],
     ) -> Float[Tensor, "B T D"]:
-        x = x + self.self_attn(self.input_layernorm(x), rope, k_cache, v_cache, slots, mask)
+        x = x + self.self_attn(self.input_layernorm(x), rope, k_cache, v_cache, rows, mask)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -48,14 +48,15 @@ class Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # A tied head reads the embedding's own storage: there is no second copy to go stale.
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
-        self.register_buffer("rope", torch.empty(max_seq_len, 2, config.head_dim // 2), persistent=False)
+        self.register_buffer("rope", torch.empty(max_seq_len, 2, config.head_dim), persistent=False)
         self._call_layer: Callable = DecoderLayer.__call__
         if kernels == "compiled":
             self._call_layer = torch.compile(DecoderLayer.__call__, fullgraph=True, dynamic=False)
 
     def rebuild_buffers(self) -> None:
         """Fill what no checkpoint holds; call after ``to_empty``."""
-        table = torch.from_numpy(rope_table(self.config, self.max_seq_len))
+        cos, sin = torch.from_numpy(rope_table(self.config, self.max_seq_len)).unbind(1)
+        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
         self.rope = table.to(self.embed_tokens.weight.device)
 
     def forward(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T D"]:
@@ -64,10 +65,11 @@ class Model(nn.Module):
         rope = F.embedding(positions, self.rope.view(self.max_seq_len, -1)).view(*positions.shape, 2, -1)
         # Only the step is compiled: prompts come in many lengths, and each would compile anew.
         call_layer = self._call_layer if tokens.shape[1] == 1 else DecoderLayer.__call__
+        rows = plain.cache_rows(positions, self.config.num_kv_heads, self.max_seq_len)
         masks = self._masks(positions, cache.k[0].shape[2], x.dtype)
         for index, layer in enumerate(self.layers):
             mask = masks[self.config.sliding_windows[index]]
-            x = call_layer(layer, x, rope, cache.k[index], cache.v[index], positions, mask)
+            x = call_layer(layer, x, rope, cache.k[index], cache.v[index], rows, mask)
         return x
 
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:

@@ -34,19 +34,26 @@ def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) 
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def apply_rope(x: Float[Tensor, "B T M H"], rope: Float[Tensor, "B T 2 R"]) -> Float[Tensor, "B T M H"]:
-    """Rotate halves: R is H/2 and ``rope`` holds cosines and sines (transformers' rotate_half)."""
+def apply_rope(x: Float[Tensor, "B T M H"], rope: Float[Tensor, "B T 2 H"]) -> Float[Tensor, "B T M H"]:
+    """Rotate halves; ``rope`` holds cosines, and sines with the sign of their half (transformers' rotate_half)."""
     cos, sin = rope[:, :, None, 0], rope[:, :, None, 1]
-    # float32 on purpose: the table is float32 and rounding the products to bfloat16 would cost
-    # twice the error of rounding the result.
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    # The float32 table makes the products float32: rounding those to bfloat16 would cost twice the
+    # error of rounding the result, which ``out`` does without a kernel of its own.
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=torch.empty_like(x))
 
 
-def write_cache(cache: Float[Tensor, "B K S H"], new: Float[Tensor, "B T K H"], slots: Int[Tensor, "B T"]) -> None:
-    """Store ``new`` at ``slots`` of each row, in place."""
-    rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
-    cache.permute(0, 2, 1, 3).index_put_((rows, slots), new)
+def cache_rows(positions: Int[Tensor, "B T"], kv_heads: int, slots: int) -> Int[Tensor, " R"]:
+    """Where ``write_cache`` puts heads: rows of a cache [B, K, S, H] seen as [B * K * S, H]; int64.
+
+    The same for every layer, so it is computed once a step.
+    """
+    heads = torch.arange(positions.shape[0] * kv_heads, device=positions.device).view(-1, kv_heads, 1)
+    return (heads * slots + positions[:, None]).flatten()
+
+
+def write_cache(cache: Float[Tensor, "B K S H"], new: Float[Tensor, "B T K H"], rows: Int[Tensor, " R"]) -> None:
+    """Store ``new`` in the cache, in place; ``rows`` as ``cache_rows`` gives them."""
+    cache.view(-1, cache.shape[-1]).index_copy_(0, rows, new.transpose(1, 2).reshape(-1, cache.shape[-1]))
 
 
 def attend(
@@ -57,10 +64,14 @@ def attend(
 ) -> Float[Tensor, "B T M"]:
     """Softmax attention over the whole cache; ``mask`` is 0 where a query may look, else -inf.
 
-    Grouped query heads become further queries of their key head, so the cache is read as it
-    lies (transformers repeats it). M is N * H. Slots past the row's end must hold finite values.
+    M is N * H. Slots past the row's end must hold finite values. The cache is read as it lies
+    (transformers repeats it for grouped heads): on a GPU the library knows grouped heads, on a CPU
+    they become further queries of their key head, which is faster there.
     """
     batch, length, heads, width = q.shape
+    if q.is_cuda:
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=width**-0.5, enable_gqa=True)
+        return out.transpose(1, 2).reshape(batch, length, heads * width)
     kv_heads = k.shape[1]
     group = heads // kv_heads
     grouped = q.reshape(batch, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)

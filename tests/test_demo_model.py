@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import DECODERS, DEMO, decoder, reference_greedy
+from tests.helpers import DECODERS, DEMO, decoder, reference_logits
 
 pytestmark = pytest.mark.demo
 NEW = 64
@@ -32,20 +32,21 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def wanted():
-    with decoder("torch", DEMO, max_batch=1, max_seq_len=16) as torch_decoder:
-        prompts = [torch_decoder.encode(prompt) for prompt in PROMPTS]
-    return prompts, [reference_greedy(DEMO, prompt, NEW) for prompt in prompts]
-
-
 @pytest.mark.parametrize("which", DECODERS)
-def test_greedy_tokens_equal_transformers(which, wanted):
-    """Twenty prompts of different lengths through eight rows, which are refilled as they finish."""
-    prompts, expected = wanted
+def test_greedy_tokens_equal_transformers(which):
+    """Twenty prompts of different lengths through eight rows, which are refilled as they finish.
+
+    One pass of transformers over a whole text tells its greedy choice after each token: if every
+    one of ours is that choice, generating token by token would have given the same text.
+    """
     with decoder(which, DEMO, max_batch=8, max_seq_len=160) as d:
-        found = [out.token_ids for out in d.generate(prompts, max_new_tokens=NEW)]
-    assert found == expected
+        prompts, stops = [d.encode(prompt) for prompt in PROMPTS], d.config.eos_token_ids
+        found = [out.token_ids for out in d.generate(PROMPTS, max_new_tokens=NEW)]
+    for prompt, tokens in zip(prompts, found):
+        choices = reference_logits(DEMO, prompt + tokens)[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert tokens == choices, prompt
+        assert len(tokens) == NEW or tokens[-1] in stops
+    assert sum(len(tokens) == NEW for tokens in found) > 10, "most texts should be long"
 
 
 def test_sampled_tokens_are_the_same_in_both_decoders():

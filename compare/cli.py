@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m compare", description="Compare decoders with and without graphs: parity and speed.")
     commands = p.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure every variant that this machine has")
-    run.add_argument("--model", default=DEMO_MODEL, help="model directory (default: %(default)s)")
+    run.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME for random weights at a published shape (default: %(default)s)")
     run.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: %(default)s)")
     run.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
     run.add_argument("--new-tokens", type=int, default=64, help="new tokens a row (default: %(default)s)")
@@ -32,6 +32,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--rounds", type=int, default=12, help="timed blocks of 4 steps for each variant (default: %(default)s)")
     run.add_argument("--repeats", type=int, default=3, help="timed generations for each variant (default: %(default)s)")
     run.add_argument("--only", nargs="+", metavar="WORD", help="only variants whose label holds one of these words")
+    run.add_argument("--no-ledger", action="store_true", help="do not count driver calls (on a GPU they are counted in processes of their own)")
+    run.add_argument("--xla-flags", action="store_true", help="give this project's XLA flags to the JAX worker as XLA_FLAGS, not as compiler options alone")
+    run.add_argument(
+        "--xla-flag", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option of your own for every step, or with --xla-flags a flag; repeatable"
+    )
     run.add_argument("--out", default="compare/results/local/run.json", help="result file (default: %(default)s)")
     run.add_argument("--report", help="also write the HTML report here")
     run.add_argument("--json", action="store_true", help="print the result object in place of the table")
@@ -49,18 +54,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from jax_decoder.config import ModelConfig
-    from jax_decoder.files import resolve_directory
-
-    from .run import compare
+    from .models import model_config
+    from .run import Plan, compare
     from .table import print_table
 
     workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len)
-    ModelConfig.from_directory(resolve_directory(workload.directory))  # bad input is found before any worker starts
+    model_config(workload.model)  # bad input is found before any worker starts
     variants = [v for v in VARIANTS if not args.only or any(word in v.label().split() for word in args.only)]
     if not variants:
         raise results.ResultError(f"--only {' '.join(args.only)} matches no variant, expected words of: {', '.join(v.label() for v in VARIANTS)}")
-    result = compare(workload, variants, args.rounds, args.repeats)
+    result = compare(workload, variants, Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags)))
     results.save(result, Path(args.out))
     if args.report:
         from .report import write
@@ -73,6 +76,24 @@ def _run(args: argparse.Namespace) -> int:
     verdicts = [v["parity"]["verdict"] for v in result["variants"] if "parity" in v]
     crashed = [v for v in result["variants"] if "worker ended" in v.get("not_measured", "")]
     return 0 if verdicts and set(verdicts) == {"pass"} and not crashed else 1
+
+
+def xla_settings(words: Sequence[str], in_environment: bool) -> tuple[str, dict[str, str]]:
+    """XLA_FLAGS and compiler options from the command line. ConfigError for a name that XLA does not know."""
+    from jax_decoder import ConfigError, xla_flags
+
+    options = {}
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not name or not equals:
+            raise ConfigError(f"--xla-flag is {word!r}, expected NAME=VALUE")
+        options[name] = value
+    flags = xla_flags.as_environment(options)
+    if flags and (refused := xla_flags.unknown(flags)):
+        raise ConfigError(f"--xla-flag names {', '.join(refused)}, which the installed jaxlib does not accept: see `compare doctor` for those it knows")
+    if not in_environment:
+        return "", options
+    return xla_flags.as_environment({**xla_flags.step_options(True, "gpu"), **options}, loops=True), {}
 
 
 def _parity(args: argparse.Namespace) -> int:

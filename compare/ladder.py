@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_decoder.config import ModelConfig
-
+from .models import model_config
 from .stages import Stages, run_stages, stage_names, suspects
 
 FLOAT32_BAR = 1e-3  # absolute, each stage of each layer
@@ -38,8 +37,8 @@ class Rung:
         return asdict(self)
 
 
-def climb(directory: str | Path, framework: str, dtype: str = "float32", reference: str = "transformers", tokens: list[int] | None = None) -> list[Rung]:
-    """Compare every stage of a decoder with the reference (transformers, or another model directory).
+def climb(model: str | Path, framework: str, dtype: str = "float32", reference: str = "transformers", tokens: list[int] | None = None) -> list[Rung]:
+    """Compare every stage of a decoder with the reference (transformers, or another model).
 
     Each stage is fed the float32 reference's own input, so that its error is its own: at 28 layers
     even transformers' float32 residual stream is 1e-3 to 3e-3 away from float64. float32: within
@@ -47,16 +46,15 @@ def climb(directory: str | Path, framework: str, dtype: str = "float32", referen
     Reduced precision: relative rms error at most RMS_RATIO_BAR times that of transformers' own
     stage in that dtype.
     """
-    directory = Path(directory).expanduser().resolve()
-    config = ModelConfig.from_directory(directory)
+    config = model_config(model)
     tokens = tokens or default_tokens(config.vocab_size)
-    source = directory if reference == "transformers" else Path(reference).expanduser().resolve()
+    source = model if reference == "transformers" else reference
     wanted = run_stages("transformers", source, tokens, "float32")
     names = stage_names(config.num_layers)
     inputs = {name: value for name, value in wanted.items() if name.endswith(".input")}
-    found = run_stages(framework, directory, tokens, dtype, inputs)
+    found = run_stages(framework, model, tokens, dtype, inputs)
     if dtype == "float32":
-        whole = run_stages(framework, directory, tokens, dtype)["lm_head"]
+        whole = run_stages(framework, model, tokens, dtype)["lm_head"]
         return [*(_absolute(framework, name, found[name], wanted[name]) for name in names), _absolute(framework, "logits", whole, wanted["lm_head"])]
     theirs = run_stages("transformers", source, tokens, dtype, inputs)  # of the reference's weights: it sets the bar
     return [_relative(framework, name, found, theirs, wanted) for name in names]

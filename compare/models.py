@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ def directory_of(model: str | Path) -> Path:
 
 def model_config(model: str | Path, framework: str = "torch") -> Any:
     """The ModelConfig of that framework's decoder. Raises ConfigError, CheckpointError."""
-    decoder = _package(framework)
+    config = _module(framework, "config").ModelConfig
     if shapes.is_shape(str(model)):
-        return decoder.ModelConfig.from_dict(shapes.config_dict(str(model)))
-    return decoder.ModelConfig.from_directory(decoder.files.resolve_directory(directory_of(model)))
+        return config.from_dict(shapes.config_dict(str(model)))
+    return config.from_directory(_module(framework, "files").resolve_directory(directory_of(model)))
 
 
 def open_decoder(model: str | Path, framework: str, **options: Any) -> Any:
     """A Decoder of that framework; ``options`` as in ``Decoder.from_pretrained``."""
-    decoder = _package(framework)
+    decoder = _module(framework, "generate").Decoder
     if not shapes.is_shape(str(model)):
-        return decoder.Decoder.from_pretrained(directory_of(model), **options)
+        return decoder.from_pretrained(directory_of(model), **options)
     config = model_config(model, framework)
-    return decoder.Decoder.from_tensors(config, _weights(config, framework, decoder.options.Options(**options)), **options)
+    return decoder.from_tensors(config, _weights(config, framework, _module(framework, "options").Options(**options)), **options)
 
 
 def _weights(config: Any, framework: str, options: Any) -> Any:
@@ -60,13 +61,6 @@ def tokenizer_of(model: str | Path) -> Any:
     return Tokenizer(None if shapes.is_shape(str(model)) else directory_of(model))
 
 
-def _package(framework: str) -> Any:
-    if framework == "torch":
-        import torch_decoder as package
-        import torch_decoder.files
-        import torch_decoder.options
-    else:
-        import jax_decoder as package
-        import jax_decoder.files
-        import jax_decoder.options
-    return package
+def _module(framework: str, name: str) -> Any:
+    """A module of that framework's decoder; the other framework is not imported."""
+    return import_module(f"{framework}_decoder.{name}")

@@ -32,6 +32,12 @@ class Verdict:
         return asdict(self)
 
 
+def differing_bits(ours: np.ndarray, theirs: np.ndarray) -> int:
+    """Bits that differ between two float32 arrays of one shape."""
+    different = np.bitwise_xor(np.ascontiguousarray(ours).view(np.uint32), np.ascontiguousarray(theirs).view(np.uint32))
+    return int(np.bitwise_count(different[different != 0]).sum())
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """float64 log-probabilities over the last axis."""
     wide = logits.astype(np.float64)

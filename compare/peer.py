@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
+from .models import model_config, open_transformers, tokenizer_of
 from .parity import compare_logits
 from .timing import quantiles
 from .workload import PROMPTS, Variant, Workload
@@ -37,13 +38,13 @@ def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[s
     """Write the reference file, then judge and time ``generate`` itself."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = encode_prompts(workload)
-    reference = AutoModelForCausalLM.from_pretrained(workload.directory, dtype=torch.float32).to(device).eval()
+    reference = open_transformers(workload.model, "float32", device)
     tokens, logits = _reference(reference, prompts, workload.new_tokens)
     stored = {"prompts": json.dumps(prompts), "tokens": tokens, "logits": logits}
     started = time.perf_counter()
     model = reference
     if workload.dtype != "float32":
-        model = AutoModelForCausalLM.from_pretrained(workload.directory, dtype=getattr(torch, workload.dtype)).to(device).eval()
+        model = open_transformers(workload.model, workload.dtype, device)
         stored["theirs"] = _teacher_forced(model, prompts, tokens)
     load_s = time.perf_counter() - started
     np.savez(job["reference"], **stored)
@@ -53,8 +54,6 @@ def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[s
     stepped = np.stack(_generate(model, batch, tokens, keep_logits=True).logits)
     verdict = compare_logits(stepped, logits, workload.dtype, stored.get("theirs"))
     samples, seconds, cpu = _time(model, batch, tokens, job["repeats"])
-    from torch_decoder.config import ModelConfig
-
     from .worker import weight_bytes
 
     step_ms = quantiles(samples)
@@ -67,7 +66,7 @@ def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[s
             "step_ms": step_ms,
             "cpu_ms_per_step": cpu,
             "tokens_per_s": tokens.size / seconds,
-            "achieved_gb_per_s": weight_bytes(ModelConfig.from_directory(workload.directory), workload.dtype) / step_ms["p50"] / 1e6,
+            "achieved_gb_per_s": weight_bytes(model_config(workload.model), workload.dtype) / step_ms["p50"] / 1e6,
             "load_s": load_s,
             "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,
         }
@@ -76,10 +75,7 @@ def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[s
 
 def encode_prompts(workload: Workload) -> list[list[int]]:
     """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
-    from torch_decoder.config import ModelConfig
-    from torch_decoder.text import Tokenizer
-
-    tokenizer, vocab = Tokenizer(workload.directory), ModelConfig.from_directory(workload.directory).vocab_size
+    tokenizer, vocab = tokenizer_of(workload.model), model_config(workload.model).vocab_size
     if tokenizer.present:
         return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
     return [[(37 * t + 11 * row + 5) % vocab for t in range(5 + row % 4)] for row in range(workload.batch)]

@@ -22,7 +22,8 @@ _INK = "#123457"  # stands for the page's text colour, so that charts follow dar
 
 
 def label(variant: dict[str, Any]) -> str:
-    return f"{variant['framework']} {variant['launch']}" + (f" ({variant['kernels']})" if variant["kernels"] != "plain" else "")
+    special = [word for word, usual in ((variant["kernels"], "plain"), (variant["sampling"], "greedy")) if word != usual]
+    return f"{variant['framework']} {variant['launch']}" + (f" ({', '.join(special)})" if special else "")
 
 
 def measured(result: dict[str, Any]) -> list[dict[str, Any]]:

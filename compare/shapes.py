@@ -31,9 +31,7 @@ def _qwen(family: str, hidden: int, inner: int, layers: int, heads: int, kv_head
 
 # The fields of each model's published config.json that its shape and arithmetic depend on.
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": _shape(
-        "llama", 576, 1536, 30, 9, 3, 64, 49152, 8192, True, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100000.0}
-    ),
+    "smollm2-135m": _shape("llama", 576, 1536, 30, 9, 3, 64, 49152, 8192, True, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 100000.0}),
     "qwen3-0.6b": _qwen("qwen3", 1024, 3072, 28, 16, 8, 151936, True),
     "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 64, True, 32.0),
     "qwen2.5-7b": _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, False),

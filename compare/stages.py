@@ -15,6 +15,8 @@ import numpy as np
 
 from jax_decoder.errors import ConfigError
 
+from .models import open_decoder, open_transformers
+
 Stages = dict[str, np.ndarray]
 
 
@@ -38,12 +40,12 @@ def suspects(stage: str) -> str:
     return {"embed_tokens": "model.embed_tokens.weight", "norm": "model.norm.weight, rms_norm_eps", "lm_head": "lm_head.weight, tie_word_embeddings"}[stage]
 
 
-def run_stages(framework: str, directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray] | None = None) -> Stages:
+def run_stages(framework: str, model: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray] | None = None) -> Stages:
     """All stages of one row, float32 [T, ...] each; ``inputs`` replaces what stages are fed."""
     runners: dict[str, Callable[..., Stages]] = {"transformers": _transformers, "torch": _torch, "jax": _jax}
     if framework not in runners:
         raise ConfigError(f"framework is {framework!r}, expected one of {', '.join(runners)}")
-    return runners[framework](directory, tokens, dtype, inputs or {})
+    return runners[framework](model, tokens, dtype, inputs or {})
 
 
 class _TorchRecorder:
@@ -90,11 +92,10 @@ def _attach_layers(recorder: _TorchRecorder, model: Any) -> None:
     recorder.attach("norm", model.norm)
 
 
-def _transformers(directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
+def _transformers(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    model = open_transformers(model_name, dtype)
     recorder = _TorchRecorder(inputs)
     _attach_layers(recorder, model.model)
     recorder.attach("lm_head", model.lm_head)
@@ -103,13 +104,12 @@ def _transformers(directory: Path, tokens: list[int], dtype: str, inputs: Mappin
     return recorder.stages(stage_names(model.config.num_hidden_layers))
 
 
-def _torch(directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
+def _torch(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
     import torch
 
-    from torch_decoder import Decoder
     from torch_decoder.decode import prefill_chunk
 
-    with Decoder.from_pretrained(directory, dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
+    with open_decoder(model_name, "torch", dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
         model, recorder = decoder.model, _TorchRecorder(inputs)
         _attach_layers(recorder, model)
         device = model.embed_tokens.weight.device
@@ -122,10 +122,8 @@ def _torch(directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, 
         return recorder.stages(stage_names(decoder.config.num_layers))
 
 
-def _jax(directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
+def _jax(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
     import jax.numpy as jnp
-
-    from jax_decoder import Decoder
 
     seen: dict[str, Any] = {}
 
@@ -136,7 +134,7 @@ def _jax(directory: Path, tokens: list[int], dtype: str, inputs: Mapping[str, np
         seen[name] = value
         return value
 
-    with Decoder.from_pretrained(directory, dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
+    with open_decoder(model_name, "jax", dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
         runner = decoder._runner
         model = runner.programs.merge(runner.programs.weights)
         ids = jnp.asarray([tokens], jnp.int32)

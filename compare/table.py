@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .workload import Variant
+
 COLUMNS = ("parity", "max |Δ|", "step ms p50", "p10 – p90", "tokens/s", "× transformers", "compile s")
 
 
@@ -26,7 +28,7 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     missing: dict[str, list[str]] = {}
     for v in result["variants"]:
-        name = f"{v['framework']} {v['launch']} {v['kernels']}"
+        name = Variant(v["framework"], v["launch"], v["kernels"], v["sampling"]).label()
         if "not_measured" in v:
             missing.setdefault(v["not_measured"], []).append(name)
         else:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-STEPS_A_BLOCK = 4
+STEPS_A_BLOCK = {"cpu": 4, "cuda": 32}  # on a GPU many, so that starting and waiting weigh little
+STEPS_IN_FLIGHT = 8  # of which the host's time to enqueue is taken: a full queue would make it the device's
 WARM_UP_STEPS = 3
 
 
@@ -22,8 +23,8 @@ class Arm(Protocol):
     def restart(self) -> None:
         """Go back to the end of the prompt."""
 
-    def step(self) -> None:
-        """Enqueue one decode step."""
+    def steps(self, count: int) -> None:
+        """Enqueue that many decode steps."""
 
     def wait(self) -> None:
         """Return when the device has done everything."""
@@ -32,31 +33,34 @@ class Arm(Protocol):
         """How often anything was compiled so far."""
 
 
-def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int) -> list[dict[str, Any]]:
+def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: int = 4) -> list[dict[str, Any]]:
     """Time decode steps of all arms, interleaved ABBA; one result an arm.
 
-    Each sample is the wall time of STEPS_A_BLOCK steps ended by a wait, divided by their number.
+    Each sample is the wall time of ``block`` steps ended by a wait, divided by their number.
     ``steps_available`` is how many steps fit between restarts. Raises MeasurementError if a step
     compiled something while it was timed.
     """
+    block = min(block, steps_available - WARM_UP_STEPS)
     for arm in arms:
         arm.restart()
         for _ in range(WARM_UP_STEPS):
-            arm.step()
+            arm.steps(1)
+        arm.steps(block)
+        arm.restart()
         arm.wait()
     before = [arm.compilations() for arm in arms]
     samples: list[list[float]] = [[] for _ in arms]
     dispatch: list[list[float]] = [[] for _ in arms]
     cpu: list[list[float]] = [[] for _ in arms]
-    left = [steps_available - WARM_UP_STEPS] * len(arms)
+    left = [steps_available] * len(arms)
     for round_number in range(rounds):
         order = range(len(arms)) if round_number % 2 == 0 else range(len(arms) - 1, -1, -1)
         for i in order:
-            if left[i] < STEPS_A_BLOCK:
+            if left[i] < block:
                 arms[i].restart()
                 left[i] = steps_available
-            left[i] -= STEPS_A_BLOCK
-            step_s, dispatch_s, cpu_s = _block(arms[i])
+            left[i] -= block
+            step_s, dispatch_s, cpu_s = _block(arms[i], block)
             samples[i].append(step_s * 1e3)
             dispatch[i].append(dispatch_s * 1e6)
             cpu[i].append(cpu_s * 1e3)
@@ -66,16 +70,18 @@ def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int) -> list[d
     return [{"step_ms": quantiles(s), "host_dispatch_us": float(np.median(d)), "cpu_ms_per_step": float(np.median(c))} for s, d, c in zip(samples, dispatch, cpu)]
 
 
-def _block(arm: Arm) -> tuple[float, float, float]:
-    """Seconds a step: wall, until all were enqueued, and CPU time of the process."""
+def _block(arm: Arm, steps: int) -> tuple[float, float, float]:
+    """Seconds a step: wall, to enqueue one of the first few, and CPU time of the process."""
     arm.wait()
+    first = min(steps, STEPS_IN_FLIGHT)
     started, cpu_started = time.perf_counter(), time.process_time()
-    for _ in range(STEPS_A_BLOCK):
-        arm.step()
+    arm.steps(first)
     enqueued = time.perf_counter()
+    if steps > first:
+        arm.steps(steps - first)
     arm.wait()
     ended, cpu_ended = time.perf_counter(), time.process_time()
-    return (ended - started) / STEPS_A_BLOCK, (enqueued - started) / STEPS_A_BLOCK, (cpu_ended - cpu_started) / STEPS_A_BLOCK
+    return (ended - started) / steps, (enqueued - started) / first, (cpu_ended - cpu_started) / steps
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, Any]:

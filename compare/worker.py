@@ -10,14 +10,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .parity import Verdict, compare_logits
-from .timing import time_generations, time_steps
-from .workload import Variant, Workload
+from .models import open_decoder
+from .parity import Verdict, compare_logits, differing_bits
+from .timing import STEPS_A_BLOCK, MeasurementError, time_generations, time_steps
+from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
+
+SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampled variants
 
 
 class DecoderArm:
@@ -26,8 +31,9 @@ class DecoderArm:
     def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]]):
         started = time.perf_counter()
         self.variant, self.prompts, self.forced = variant, prompts, forced
-        self.decoder = _decoder_class(variant.framework).from_pretrained(
-            workload.directory,
+        self.decoder = open_decoder(
+            workload.model,
+            variant.framework,
             dtype=workload.dtype,
             max_batch=len(prompts),
             buckets=[len(prompts)],
@@ -47,10 +53,11 @@ class DecoderArm:
 
     def restart(self) -> None:
         self.handle = None  # a state that someone still holds would be copied out of the graphs' memory
-        self.handle = self.decoder.prefill(self.prompts, forced=self.forced)
+        settings = {} if self.variant.sampling == "greedy" else {"sampling": import_module(f"{self.variant.framework}_decoder").Sampling(**SAMPLED)}
+        self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **settings)
 
-    def step(self) -> None:
-        self.handle = self.decoder.decode_step(self.handle)
+    def steps(self, count: int) -> None:
+        self.handle = self.decoder.decode_steps(self.handle, count)
 
     def wait(self) -> None:
         np.asarray(_host(self.handle.tokens))
@@ -64,28 +71,37 @@ class DecoderArm:
         self.restart()
         collected = [_host(self.handle.logits)]
         for _ in range(len(self.forced[0]) - 1):
-            self.step()
+            self.steps(1)
             collected.append(_host(self.handle.logits))
         return np.stack(collected)
 
     def generate(self) -> None:
         """A whole generation: prefill and every step, then wait."""
         self.restart()
-        for _ in range(len(self.forced[0]) - 1):
-            self.step()
+        self.steps(len(self.forced[0]) - 1)
         self.wait()
 
     def compile_s(self) -> float | None:
         seconds = [graph["compile_s"] for graph in self.decoder.launch_report()["graphs"] if "compile_s" in graph]
         return sum(seconds) if seconds else self.start_s if self.variant.kernels == "compiled" else None
 
+    def graph_account(self) -> dict[str, Any]:
+        """Cost of the graph that the timed steps ran in; empty where they ran in none."""
+        report = self.decoder.launch_report()
+        graphs = [g for g in report["graphs"] if g["launch"] == self.variant.launch and g["kind"] == self.variant.sampling]
+        if self.variant.launch not in NEEDS_CUDA or not graphs:
+            return {}
+        nodes = {} if graphs[0]["nodes"] is None else {"kernels_per_step": graphs[0]["nodes"]}
+        return {**nodes, **{name: graphs[0][name] for name in ("capture_s", "instantiate_s", "graph_bytes") if graphs[0].get(name) is not None}}
 
-def _decoder_class(framework: str) -> Any:
-    if framework == "torch":
-        from torch_decoder import Decoder
-    else:
-        from jax_decoder import Decoder
-    return Decoder
+    def check_launch(self) -> None:
+        """Raise MeasurementError if the variant ran another way than its name says."""
+        for fallback in self.decoder.launch_report()["fallbacks"]:
+            raise MeasurementError(f"{fallback['launch']} fell back: {fallback['reason']}")
+
+    def close(self) -> None:
+        self.handle = None
+        self.decoder.close()
 
 
 def _host(array: Any) -> np.ndarray:
@@ -99,16 +115,33 @@ def _dynamo_compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def measure(arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None, rounds: int, repeats: int) -> list[dict[str, Any]]:
+def measure(arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None, rounds: int, repeats: int, block: int) -> list[dict[str, Any]]:
     """Parity first, from each arm's own steps; then the clocks. One result object an arm."""
-    verdicts = [judge(arm, workload, reference, theirs) for arm in arms]
-    steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1)
+    logits = [arm.logits() for arm in arms]
+    verdicts = [judge(arm, own, logits, arms, workload, reference, theirs) for arm, own in zip(arms, logits)]
+    del logits
+    steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1, block)
     seconds = time_generations([arm.generate for arm in arms], repeats)
+    for arm in arms:
+        arm.check_launch()
     return [result_of(arm, verdict, clocks, total, workload) for arm, verdict, clocks, total in zip(arms, verdicts, steps, seconds)]
 
 
-def judge(arm: DecoderArm, workload: Workload, reference: np.ndarray, theirs: np.ndarray | None) -> Verdict:
-    return compare_logits(arm.logits(), reference, workload.dtype, theirs)
+def judge(
+    arm: DecoderArm, own: np.ndarray, logits: Sequence[np.ndarray], arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None
+) -> Verdict:
+    """The arm's own logits against the reference's, and bit by bit against the same step without a graph."""
+    verdict = compare_logits(own, reference, workload.dtype, theirs)
+    plain = replace(arm.variant, launch=WITHOUT_GRAPH[arm.variant.framework], sampling="greedy")  # selection plays no part in logits
+    twin = next((other for peer, other in zip(arms, logits) if peer.variant == plain), None)
+    if arm.variant.launch not in NEEDS_CUDA or twin is None:
+        return verdict
+    verdict = replace(verdict, differing_bits=differing_bits(own, twin))
+    # Several steps compiled into one executable are another compilation: there bits may differ.
+    exact = arm.variant.framework == "torch" or arm.variant.launch == "command_buffer"
+    if exact and verdict.differing_bits:
+        return replace(verdict, verdict="fail", reason=f"{verdict.differing_bits} bits differ from the same step without a graph; {verdict.reason}")
+    return verdict
 
 
 def result_of(arm: DecoderArm, verdict: Verdict, clocks: dict[str, Any], seconds: float, workload: Workload) -> dict[str, Any]:
@@ -123,6 +156,7 @@ def result_of(arm: DecoderArm, verdict: Verdict, clocks: dict[str, Any], seconds
         "tokens_per_s": rows * tokens / seconds,
         "achieved_gb_per_s": moved / clocks["step_ms"]["p50"] / 1e6,
         "compile_s": arm.compile_s(),
+        **arm.graph_account(),
         "load_s": arm.load_s,
         "compilations_while_timed": 0,  # time_steps raises if there was one
         "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,
@@ -146,21 +180,34 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         from jax_decoder import xla_flags
 
         xla_flags.check_environment()
+        xla_flags.set_options(job["xla_options"])
     stored = np.load(job["reference"])
     prompts, forced = json.loads(str(stored["prompts"])), stored["tokens"].tolist()
-    theirs = stored.get("theirs")
+    if job["count"]:
+        from .ledger import count_variants
+
+        return count_variants(workload, variants, prompts, forced)
+    arms, failures = open_arms(workload, variants, prompts, forced)
+    measured = measure(arms, workload, stored["logits"], stored.get("theirs"), job["rounds"], job["repeats"], STEPS_A_BLOCK[job["device"]]) if arms else []
+    return measured + failures
+
+
+def open_arms(workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]]) -> tuple[list[DecoderArm], list[dict[str, Any]]]:
+    """An arm for every variant that starts, and a result object with the reason for every other."""
     arms, failures = [], []
     for variant in variants:
         try:
             arms.append(DecoderArm(variant, workload, prompts, forced))
+            arms[-1].check_launch()
         except Exception as error:  # one variant that cannot start must not take the others along
-            if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder")) and not isinstance(error, RuntimeError):
+            if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):
                 reason = str(error)
             else:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if arms and arms[-1].variant == variant:
+                arms.pop().close()
             failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
-    measured = measure(arms, workload, stored["logits"], theirs, job["rounds"], job["repeats"]) if arms else []
-    return measured + failures
+    return arms, failures
 
 
 def main(argv: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from jax_decoder.errors import ConfigError
@@ -19,7 +18,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """model, dtype, batch (rows), prompt and new tokens a row, cache length in tokens."""
+    """model (directory or ``shape:NAME``), dtype, batch (rows), new tokens a row, cache length in tokens."""
 
     model: str
     dtype: str = "float32"
@@ -34,10 +33,6 @@ class Workload:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}, expected float32, bfloat16 or float16")
 
-    @property
-    def directory(self) -> Path:
-        return Path(self.model).expanduser().resolve()
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -49,7 +44,7 @@ class Variant:
     sampling: str = "greedy"
 
     def label(self) -> str:
-        return f"{self.framework} {self.launch} {self.kernels}"
+        return f"{self.framework} {self.launch} {self.kernels}" + (" sampled" if self.sampling == "sampled" else "")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,10 +56,17 @@ VARIANTS = (
     Variant("torch", "eager"),
     Variant("torch", "eager", "compiled"),
     Variant("torch", "cuda_graph"),
+    Variant("torch", "cuda_graph", "compiled"),
+    Variant("torch", "cuda_graph", "plain", "sampled"),
+    Variant("torch", "device_loop"),
     Variant("jax", "op_by_op"),
     Variant("jax", "jit"),
     Variant("jax", "command_buffer"),
+    Variant("jax", "command_buffer", "plain", "sampled"),
+    Variant("jax", "device_loop"),
 )
+# The launch mode of each framework that runs the same step without a graph.
+WITHOUT_GRAPH = {"torch": "eager", "jax": "jit"}
 NEEDS_CUDA = {"cuda_graph", "command_buffer", "hybrid", "device_loop"}
 
 

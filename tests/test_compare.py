@@ -18,7 +18,7 @@ from compare.cli import main
 from compare.environment import cuda_visible
 from compare.peer import measure_transformers
 from compare.report import headline, render
-from compare.run import compare
+from compare.run import Plan, compare
 from compare.timing import MeasurementError, time_steps
 from compare.worker import DecoderArm, measure
 from compare.workload import VARIANTS, Variant, Workload, why_not
@@ -47,7 +47,7 @@ def make_arms(workload, reference, variants=ARMS):
 
 @pytest.fixture(scope="module")
 def result(workload):
-    return compare(workload, [v for v in VARIANTS if v.kernels == "plain"], rounds=2, repeats=1)
+    return compare(workload, [v for v in VARIANTS if v.kernels == "plain"], Plan(rounds=2, repeats=1))
 
 
 # ---- verdicts ----------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_a_broken_step_fails_its_own_variant_alone(broken, workload, reference):
         return state
 
     runner.step = one_logit_off
-    verdicts = [r["parity"]["verdict"] for r in measure(arms, workload, reference["logits"], None, 2, 1)]
+    verdicts = [r["parity"]["verdict"] for r in measure(arms, workload, reference["logits"], None, 2, 1, 4)]
     assert verdicts == ["fail" if i == broken else "pass" for i in range(len(ARMS))]
 
 
@@ -93,21 +93,21 @@ class FakeArm:
     """Steps that take effect when they are waited for, as on a device."""
 
     def __init__(self, step_s: float, compiles_at: int | None = None):
-        self.step_s, self.compiles_at, self.steps, self.queued, self.restarts = step_s, compiles_at, 0, 0, 0
+        self.step_s, self.compiles_at, self.done, self.queued, self.restarts = step_s, compiles_at, 0, 0, 0
 
     def restart(self) -> None:
         self.restarts += 1
 
-    def step(self) -> None:
-        self.steps += 1
-        self.queued += 1
+    def steps(self, count: int) -> None:
+        self.done += count
+        self.queued += count
 
     def wait(self) -> None:
         time.sleep(self.step_s * self.queued)
         self.queued = 0
 
     def compilations(self) -> int:
-        return int(self.compiles_at is not None and self.steps >= self.compiles_at)
+        return int(self.compiles_at is not None and self.done >= self.compiles_at)
 
 
 def test_the_clock_waits_for_the_device():
@@ -135,7 +135,7 @@ def test_arms_are_interleaved_and_turned_around(monkeypatch):
     order = []
     arms = [FakeArm(0.0), FakeArm(0.0)]
     original = timing._block
-    monkeypatch.setattr(timing, "_block", lambda arm: order.append(arms.index(arm)) or original(arm))
+    monkeypatch.setattr(timing, "_block", lambda arm, block: order.append(arms.index(arm)) or original(arm, block))
     time_steps(arms, rounds=4, steps_available=64)
     assert order == [0, 1, 1, 0, 0, 1, 1, 0]
 
@@ -143,7 +143,7 @@ def test_arms_are_interleaved_and_turned_around(monkeypatch):
 def test_rows_never_run_past_their_forced_tokens():
     arm = FakeArm(0.0)
     time_steps([arm], rounds=10, steps_available=16)
-    assert arm.restarts == 3  # 3 warm-up steps and 3 blocks, then 4 blocks, then 3
+    assert arm.restarts == 4  # one warm-up, then 10 blocks, 4 at a time
 
 
 def test_time_grows_with_the_layers(strong):
@@ -309,6 +309,6 @@ def test_the_stop_ids_of_a_checkpoint_do_not_shorten_a_measurement(strong, tmp_p
     """A row that met its stop id would stand still and be timed all the same."""
     path = copy_of(strong("qwen2"), tmp_path / "stops")
     edit_config(path, eos_token_id=list(range(0, 256, 17)))
-    result = compare(Workload(str(path), batch=2, new_tokens=12, max_seq_len=32), [Variant("transformers", "eager"), Variant("torch", "eager")], rounds=1, repeats=1)
+    result = compare(Workload(str(path), batch=2, new_tokens=12, max_seq_len=32), [Variant("transformers", "eager"), Variant("torch", "eager")], Plan(rounds=1, repeats=1))
     assert [v["parity"]["verdict"] for v in result["variants"]] == ["pass", "pass"]
     assert result["variants"][1]["parity"]["positions"] == 24

@@ -1,0 +1,122 @@
+"""The ledger: what the host asks of the CUDA driver during decode steps, counted call by call.
+
+Counting slows every call down, so it happens in a process of its own, where nothing is timed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .workload import Variant, Workload
+
+STEPS = 20
+_DRIVER_API = "DRIVER_API"
+
+# Kinds of driver call, by the first pattern that fits the function's name.
+_KINDS = (
+    ("graph_updates", r"cuGraphExec.*(SetParams|SetEnabled)|cuGraphExecUpdate|cuGraphExec.*SetAttribute"),
+    ("graph_launches", r"cuGraphLaunch"),
+    ("other_launches", r"cuLaunch(Kernel|Cooperative|Host)"),
+    ("memory_operations", r"cuMem(cpy|set|Alloc|Free)|cuGraphMem"),
+    ("synchronisations", r"cu(Ctx|Stream|Event)Synchronize"),
+)
+
+
+class LedgerError(Exception):
+    """Driver calls cannot be counted here."""
+
+
+def tally(calls: Counter[str]) -> dict[str, int]:
+    """Calls of each kind: graph_updates, graph_launches, other_launches, memory_operations, synchronisations."""
+    found = dict.fromkeys((kind for kind, _ in _KINDS), 0)
+    for name, count in calls.items():
+        kind = next((kind for kind, pattern in _KINDS if re.match(pattern, name)), None)
+        if kind is not None:
+            found[kind] += count
+    return found
+
+
+class Ledger:
+    """Counts calls of the CUDA driver by name, in the whole process, while ``counting``."""
+
+    def __init__(self) -> None:
+        """Raises LedgerError without cupti-python, or where another tool holds CUPTI."""
+        try:
+            from cupti import cupti
+        except ImportError:
+            raise LedgerError("cupti-python is not installed: pip install cupti-python, in the version that fits the driver") from None
+        self._cupti, self.calls = cupti, Counter[str]()
+        try:
+            self._subscriber = cupti.subscribe(self._called, None)
+        except Exception as error:  # the bindings raise one class for every CUPTI status
+            raise LedgerError(f"CUPTI cannot be subscribed to ({error}): another profiler may hold it") from error
+
+    def _called(self, user: Any, domain: Any, function: Any, data: Any) -> None:
+        if data.callback_site == self._cupti.ApiCallbackSite.API_ENTER:
+            self.calls[data.function_name] += 1
+
+    @contextmanager
+    def counting(self) -> Iterator[Counter[str]]:
+        """Count from here to the end of the block; gives the counter, emptied first."""
+        self.calls.clear()
+        domain = getattr(self._cupti.CallbackDomain, _DRIVER_API)
+        self._cupti.enable_domain(1, self._subscriber, domain)
+        try:
+            yield self.calls
+        finally:
+            self._cupti.enable_domain(0, self._subscriber, domain)
+
+    def close(self) -> None:
+        self._cupti.unsubscribe(self._subscriber)
+
+
+def count_variants(workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]]) -> list[dict[str, Any]]:
+    """For each variant that starts: framework, launch, kernels, sampling and ``ledger`` (see ``count_steps``)."""
+    from .worker import open_arms
+
+    try:
+        ledger = Ledger()
+    except LedgerError as error:
+        return [{**v.as_dict(), "ledger": {"not_measured": str(error)}} for v in variants]
+    found = []
+    for variant in variants:
+        arms, failures = open_arms(workload, [variant], prompts, forced)
+        if failures:
+            found.append({**variant.as_dict(), "ledger": {"not_measured": failures[0]["not_measured"]}})
+            continue
+        found.append({**variant.as_dict(), "ledger": count_steps(ledger, arms[0], min(STEPS, len(forced[0]) - 1))})
+        arms[0].close()
+    ledger.close()
+    return found
+
+
+def count_steps(ledger: Ledger, arm: Any, steps: int) -> dict[str, Any]:
+    """Calls during ``steps`` steps of a warm arm, without the wait after them: steps, kinds, and calls by name."""
+    for _ in range(2):  # the first time records or compiles what the second one finds ready
+        arm.restart()
+        arm.steps(steps)
+    arm.restart()
+    arm.wait()
+    with ledger.counting() as calls:
+        arm.steps(steps)
+        counted = Counter(calls)
+    arm.wait()
+    return {"steps": steps, **tally(counted), "calls": dict(sorted(counted.items()))}
+
+
+def merge(measured: list[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
+    """Put each variant's counts into its result object, as calls a step."""
+    keys = ("framework", "launch", "kernels", "sampling")
+    by_variant = {tuple(c[k] for k in keys): c["ledger"] for c in counted}
+    for result in measured:
+        ledger = by_variant.get(tuple(result[k] for k in keys))
+        if ledger is None or "step_ms" not in result:
+            continue
+        result["ledger"] = ledger
+        if "not_measured" not in ledger:
+            for name in ("graph_launches", "other_launches", "graph_updates"):
+                result[f"{name}_per_step"] = ledger[name] / ledger["steps"]

@@ -1,0 +1,110 @@
+"""Driver calls, sorted into kinds; the counting itself needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import Counter
+
+import pytest
+
+from compare.ledger import Ledger, LedgerError, count_steps, merge, tally
+from compare.workload import Variant
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cuLaunchKernel", "other_launches"),
+        ("cuLaunchKernelEx", "other_launches"),
+        ("cuLaunchKernelEx_ptsz", "other_launches"),
+        ("cuLaunchCooperativeKernel", "other_launches"),
+        ("cuGraphLaunch", "graph_launches"),
+        ("cuGraphLaunch_ptsz", "graph_launches"),
+        ("cuGraphExecKernelNodeSetParams_v2", "graph_updates"),
+        ("cuGraphExecChildGraphNodeSetParams", "graph_updates"),
+        ("cuGraphExecUpdate_v2", "graph_updates"),
+        ("cuMemcpyHtoDAsync_v2", "memory_operations"),
+        ("cuMemsetD8Async", "memory_operations"),
+        ("cuStreamSynchronize", "synchronisations"),
+        ("cuEventRecord", None),
+        ("cuGraphExecDestroy", None),
+    ],
+)
+def test_each_call_is_of_one_kind(name, kind):
+    assert {k: n for k, n in tally(Counter({name: 3})).items() if n} == ({kind: 3} if kind else {})
+
+
+class FakeCupti:
+    """Calls back for what the fake driver below is asked, while the domain is enabled."""
+
+    ApiCallbackSite = types.SimpleNamespace(API_ENTER=0, API_EXIT=1)
+    CallbackDomain = types.SimpleNamespace(DRIVER_API=1)
+
+    def __init__(self):
+        self.on = 0
+
+    def subscribe(self, callback, user):
+        self.callback = callback
+        return 7
+
+    def unsubscribe(self, subscriber):
+        assert subscriber == 7
+
+    def enable_domain(self, on, subscriber, domain):
+        self.on = on
+
+    def drive(self, name):
+        for site in (0, 1):
+            if self.on:
+                self.callback(None, 1, 0, types.SimpleNamespace(callback_site=site, function_name=name))
+
+
+@pytest.fixture
+def cupti(monkeypatch):
+    fake = FakeCupti()
+    monkeypatch.setitem(sys.modules, "cupti", types.SimpleNamespace(cupti=fake))
+    return fake
+
+
+class Arm:
+    """Records at its first step, launches a graph at each, patches every fifth."""
+
+    def __init__(self, cupti):
+        self.cupti, self.done = cupti, 0
+
+    def restart(self):
+        self.cupti.drive("cuLaunchKernel")
+
+    def steps(self, count):
+        for _ in range(count):
+            if self.done == 0:
+                self.cupti.drive("cuLaunchKernel")
+            self.done += 1
+            if self.done % 5 == 0:
+                self.cupti.drive("cuGraphExecKernelNodeSetParams")
+            self.cupti.drive("cuGraphLaunch")
+
+    def wait(self):
+        self.cupti.drive("cuStreamSynchronize")
+
+
+def test_only_the_steps_are_counted_once_each(cupti):
+    found = count_steps(Ledger(), Arm(cupti), 20)
+    assert found["calls"] == {"cuGraphExecKernelNodeSetParams": 4, "cuGraphLaunch": 20}
+    assert (found["steps"], found["graph_launches"], found["other_launches"], found["graph_updates"], found["synchronisations"]) == (20, 20, 0, 4, 0)
+
+
+def test_counts_reach_their_own_variant():
+    graph, eager = Variant("torch", "cuda_graph").as_dict(), Variant("torch", "eager").as_dict()
+    measured = [{**graph, "step_ms": {}}, {**eager, "step_ms": {}}, {**Variant("jax", "jit").as_dict(), "not_measured": "no CUDA device"}]
+    counts = {"steps": 20, "graph_launches": 20, "other_launches": 0, "graph_updates": 1}
+    merge(measured, [{**eager, "ledger": {"not_measured": "why"}}, {**graph, "ledger": counts}, {**measured[2], "ledger": counts}])
+    assert (measured[0]["graph_launches_per_step"], measured[0]["graph_updates_per_step"]) == (1.0, 0.05)
+    assert measured[1]["ledger"] == {"not_measured": "why"} and "graph_launches_per_step" not in measured[1] and "ledger" not in measured[2]
+
+
+def test_without_cupti_the_reason_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupti", None)
+    with pytest.raises(LedgerError, match="pip install cupti-python"):
+        Ledger()

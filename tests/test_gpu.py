@@ -1,0 +1,295 @@
+"""What only a GPU can show: real captures against eager steps, launches counted, memory given back."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import threading
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from compare.ledger import Ledger, tally
+from tests.helpers import DECODERS, P24, numpy
+
+pytestmark = pytest.mark.gpu
+needs_cupti = pytest.mark.skipif(importlib.util.find_spec("cupti") is None, reason="cupti-python is not installed: driver calls cannot be counted")
+PROMPTS = [P24[i % 8 : i % 8 + 3 + i % 5] for i in range(16)]
+GRAPH = {"torch": "cuda_graph", "jax": "command_buffer"}
+PLAIN = {"torch": "eager", "jax": "jit"}
+
+
+def open_one(which: str, path, launch: str, **settings):
+    return DECODERS[which].Decoder.from_pretrained(path, **{"dtype": "bfloat16", "device": "auto", "launch": launch, "max_batch": 4, "max_seq_len": 300, **settings})
+
+
+def sampling(which: str, kind: str):
+    return DECODERS[which].Sampling(temperature=0.8, top_p=0.9, seed=7) if kind == "sampled" else None
+
+
+def live_rows(handle) -> list[bytes]:
+    """Every leaf of the handle's state, its live rows only, as bytes."""
+    state = handle.peek()
+    leaves = [*state.cache.k, *state.cache.v, *state[1:]]
+    stacked = state.cache.k[0].ndim == 5
+    found = []
+    for i, leaf in enumerate(leaves):
+        host = leaf.detach().cpu().contiguous().view(torch.uint8).numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+        rows = host[:, : handle.rows] if stacked and i < len(state.cache.k) * 2 else host[: handle.rows]
+        found.append(np.ascontiguousarray(rows).tobytes())
+    return found
+
+
+def driver_calls(ledger: Ledger, run) -> dict[str, int]:
+    with ledger.counting() as calls:
+        run()
+        return tally(calls)
+
+
+@pytest.fixture
+def ledger():
+    made = Ledger()
+    yield made
+    made.close()
+
+
+# ---- graph on against off ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("bucket", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("which", DECODERS)
+def test_256_steps_differ_in_no_bit(which, bucket, kind, strong):
+    """Every number of live rows: tokens, logits, cache, ring and log-probabilities."""
+    path, states = strong("qwen3"), {}
+    for launch in (PLAIN[which], GRAPH[which]):
+        with open_one(which, path, launch, max_batch=bucket, buckets=[bucket]) as d:
+            for rows in range(1, bucket + 1):
+                handle = d.prefill(PROMPTS[:rows], sampling=sampling(which, kind))
+                states[launch, rows] = live_rows(d.decode_steps(handle, 256))
+                del handle
+            assert d.launch_report()["fallbacks"] == []
+    different = [rows for rows in range(1, bucket + 1) if states[GRAPH[which], rows] != states[PLAIN[which], rows]]
+    assert different == [], f"numbers of live rows whose states differ: {different}"
+
+
+def test_one_flipped_bit_is_seen(strong):
+    with open_one("torch", strong("qwen3"), "cuda_graph") as d:
+        handle = d.prefill(PROMPTS[:2])
+        before = live_rows(handle)
+        handle.peek().cache.v[1].view(torch.int16)[0, 0, 1, 0] ^= 1
+        assert live_rows(handle) != before
+
+
+@pytest.mark.parametrize("which", DECODERS)
+def test_a_loop_on_the_device_equals_stepping(which, strong):
+    """torch: 1,000 steps in one launch, bit for bit. JAX: another compilation, so tokens alone."""
+    path, found = strong("qwen3"), {}
+    for launch in (GRAPH[which], "device_loop"):
+        with open_one(which, path, launch, max_batch=1, max_seq_len=1100) as d:
+            handle = d.decode_steps(d.prefill([P24[:4]]), 1000)
+            found[launch] = (numpy(handle.ring).tolist(), live_rows(handle) if which == "torch" else None)
+            replays = sum(g["replays"] for g in d.launch_report()["graphs"] if g["launch"] == "device_loop")
+            assert launch != "device_loop" or replays == (1 if which == "torch" else 250)
+    assert found["device_loop"] == found[GRAPH[which]]
+
+
+@pytest.mark.parametrize("which", DECODERS)
+def test_nothing_moves_in_a_thousand_steps(which, strong):
+    with open_one(which, strong("qwen3"), GRAPH[which], max_batch=1, max_seq_len=1100) as d:
+
+        def addresses(handle):
+            state = handle.peek()
+            return [x.data_ptr() if which == "torch" else x.unsafe_buffer_pointer() for x in (*state.cache.k, *state.cache.v, *state[1:])]
+
+        handle = d.decode_steps(d.prefill([P24[:4]]), 4)
+        before = addresses(handle)
+        for _ in range(10):
+            handle = d.decode_steps(handle, 100)
+            assert addresses(handle) == before
+
+
+# ---- launches ----------------------------------------------------------------------------------
+
+
+@needs_cupti
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("which", DECODERS)
+def test_a_step_is_one_launch(which, kind, strong, ledger):
+    for launch, graphs in ((GRAPH[which], 20), (PLAIN[which], 0)):
+        with open_one(which, strong("qwen3"), launch) as d:
+            handle = d.decode_steps(d.prefill(PROMPTS[:3], sampling=sampling(which, kind)), 10)
+            numpy(handle.tokens)
+
+            def steps(d=d, held=[handle]):  # noqa: B006
+                held[0] = d.decode_steps(held[0], 20)
+
+            found = driver_calls(ledger, steps)
+        assert (found["graph_launches"], found["graph_updates"]) == (graphs, 0), found
+        assert (found["other_launches"] == 0) == (graphs > 0), found
+
+
+@needs_cupti
+def test_a_state_that_is_not_wholly_donated_is_patched(strong, ledger):
+    """The control of the counter: with fresh outputs XLA patches the graph at every step."""
+    import jax
+
+    from jax_decoder import decode, xla_flags
+
+    with open_one("jax", strong("qwen3"), "command_buffer", max_batch=1) as d:
+        programs = d._runner.programs
+
+        def step(weights, cache, rest):
+            state = decode.decode_step(programs.merge(weights), decode.DecodeState(cache, *rest), "greedy")
+            return state.cache, tuple(state[1:])
+
+        state = d._runner.new_state(1)
+        lowered = jax.jit(step, donate_argnums=1, keep_unused=True).lower(programs.weights, state.cache, tuple(state[1:]))
+        executable = lowered.compile(compiler_options=xla_flags.step_options(True, "gpu"))
+        held, kept = [(state.cache, tuple(state[1:]))], []
+
+        def run(count):
+            for _ in range(count):
+                held[0] = executable(programs.weights, *held[0])
+                kept.append(held[0][1])
+
+        run(6)
+        jax.block_until_ready(held[0])
+        found = driver_calls(ledger, lambda: run(10))
+    assert found["graph_updates"] > 10, found
+
+
+@needs_cupti
+def test_disturbance_leaves_few_updates_and_none_afterwards(strong, ledger, record_property):
+    """100 admissions, a second executable in between, and the caller allocating."""
+    import jax.numpy as jnp
+
+    with open_one("jax", strong("qwen3"), "command_buffer", buckets=[1, 4]) as d:
+        d.capture(("greedy",))
+        runner, patched, kept = d._runner, 0, []
+        settings = {"status": 1, "tokens": 3, "positions": 2, "limits": 290, "stop_ids": [], "filters": [1.0, 1.0, 0.0], "draws": [0, 0, 0]}
+        large, small = runner.take_state(4), runner.take_state(1)
+        for i in range(100):
+            large = runner.admit(large, i % 4, P24[:3], settings)
+            kept.append(jnp.zeros(1000 + 64 * i) + 1)
+            held = [large, small]
+
+            def pair(held=held):
+                held[0] = runner.step(held[0], "greedy", 4)
+                held[1] = runner.step(held[1], "greedy", 1)
+
+            patched += driver_calls(ledger, pair)["graph_updates"] > 0
+            large, small = held
+        held = [large]
+
+        def quiet():
+            for _ in range(20):
+                held[0] = runner.step(held[0], "greedy", 4)
+
+        after = driver_calls(ledger, quiet)
+    record_property("steps_patched_of_200", patched)
+    assert patched <= 10 and after["graph_updates"] == 0, (patched, after)
+
+
+@needs_cupti
+def test_fewer_command_types_mean_more_launches(strong, ledger):
+    """Both routes of the flags make the same graph; without fusions it holds less."""
+    import jax
+
+    from jax_decoder import xla_flags
+
+    with open_one("jax", strong("qwen3"), "jit", max_batch=1) as d:
+        programs, counts = d._runner.programs, {}
+        for name, types in (("all", ",".join(xla_flags.COMMAND_TYPES)), ("no fusions", "CUBLAS,CUBLASLT,CUSTOM_CALL"), ("none", "")):
+            state = d._runner.new_state(1)
+            executable = programs.lower_step(state, "greedy").compile(compiler_options={**xla_flags.step_options(True, "gpu"), "xla_gpu_enable_command_buffer": types})
+            held = [state]
+
+            def run(count, held=held, executable=executable):
+                for _ in range(count):
+                    held[0] = executable(programs.weights, held[0])
+
+            run(5)
+            jax.block_until_ready(held[0])
+            counts[name] = driver_calls(ledger, lambda run=run: run(10))
+    assert counts["all"]["other_launches"] == 0 < counts["no fusions"]["other_launches"] <= counts["none"]["other_launches"], counts
+    assert counts["all"]["graph_launches"] == 10 and counts["none"]["graph_launches"] == 0, counts
+
+
+# ---- hosts, threads, memory --------------------------------------------------------------------
+
+
+def test_without_its_guard_the_feed_would_lose_values():
+    """A kernel that waits stands in front of the copies, so the host runs far ahead of them."""
+    from torch_decoder.feed import SLOTS, Feed
+
+    class NoGuard:
+        def record(self): ...
+
+        def synchronize(self): ...
+
+    def uploads(feed):
+        torch.cuda._sleep(200_000_000)
+        return [feed.upload([i] * 4).clone() for i in range(3 * SLOTS)]
+
+    cuda = torch.device("cuda")
+    wanted = list(range(3 * SLOTS))
+    assert [int(x[0]) for x in uploads(Feed(cuda, 4))] == wanted
+    assert [int(x[0]) for x in uploads(Feed(cuda, 4, NoGuard))] != wanted
+
+
+def test_another_thread_may_use_the_gpu_while_a_step_is_recorded(strong):
+    stop, failures = threading.Event(), []
+
+    def busy():
+        try:
+            while not stop.is_set():
+                x = torch.randn(256, 256, device="cuda")
+                float((x @ x).sum())
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        with open_one("torch", strong("qwen3"), "cuda_graph", capture="ahead") as d:
+            assert d.launch_report()["fallbacks"] == []
+            d.generate(PROMPTS[:3], max_new_tokens=8)
+    finally:
+        stop.set()
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize("which", DECODERS)
+def test_a_hundred_decoders_leave_no_memory_behind(which, strong):
+    path, process = strong("qwen3"), psutil.Process()
+
+    def cycle():
+        with open_one(which, path, GRAPH[which], max_batch=1, max_seq_len=64) as d:
+            d.generate([P24[:4]], max_new_tokens=6)
+        gc.collect()
+
+    def used():
+        free, total = torch.cuda.mem_get_info()
+        return total - free, process.memory_info().rss
+
+    for _ in range(10):
+        cycle()
+    device, host = used()
+    for _ in range(100 if which == "torch" else 40):
+        cycle()
+    device_after, host_after = used()
+    assert device_after - device < 0.1e9, f"device memory grew by {(device_after - device) / 1e6:.0f} MB"
+    assert host_after - host < 50e6, f"host memory grew by {(host_after - host) / 1e6:.0f} MB"
+
+
+@pytest.mark.parametrize("which", DECODERS)
+def test_captures_are_quick_and_small(which, strong, record_property):
+    with open_one(which, strong("qwen3"), GRAPH[which], max_batch=16, capture="ahead") as d:
+        graphs = [g for g in d.launch_report()["graphs"] if g["capture_s"] is not None]
+    record_property("capture_ms", [round(g["capture_s"] * 1e3, 2) for g in graphs])
+    record_property("graph_bytes", [g["graph_bytes"] for g in graphs])
+    assert len(graphs) == 10 and max(g["capture_s"] for g in graphs) < 0.1

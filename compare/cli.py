@@ -1,4 +1,4 @@
-"""``python -m compare run|parity|report|doctor``. Exit 0 good, 1 a parity check failed, 2 bad input."""
+"""``python -m compare run|parity|report|plan|doctor``. Exit 0 good, 1 a parity check failed, 2 bad input."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="make the HTML report of a result file, without measuring")
     report.add_argument("result", help="result file of `compare run`")
     report.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
+    plan = commands.add_parser("plan", help="memory of weights, cache and state, bucket by bucket, before anything is loaded")
+    plan.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME (default: %(default)s)")
+    plan.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: %(default)s")
+    plan.add_argument("--max-batch", type=int, default=8, help="rows at once (default: %(default)s)")
+    plan.add_argument("--buckets", type=int, nargs="+", help="batch sizes with a graph each (default: powers of two up to --max-batch)")
+    plan.add_argument("--max-seq-len", type=int, default=2048, help="cache length in tokens (default: %(default)s)")
+    plan.add_argument("--memory-gib", type=float, help="what may be used, in GiB (default: no limit)")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
     doctor = commands.add_parser("doctor", help="what this machine has and which variants can run")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -123,6 +131,15 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from .planner import lines, plan
+
+    budget = None if args.memory_gib is None else int(args.memory_gib * 2**30)
+    found = plan(args.model, args.dtype, args.max_batch, args.buckets, args.max_seq_len, budget)
+    print(json.dumps(found) if args.json else "\n".join(lines(found)))
+    return 0
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import diagnose, lines
 
@@ -136,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("compare").setLevel(logging.INFO)
     try:
-        return {"run": _run, "parity": _parity, "report": _report, "doctor": _doctor}[args.command](args)
+        return {"run": _run, "parity": _parity, "report": _report, "plan": _plan, "doctor": _doctor}[args.command](args)
     except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
         print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
         return 2

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from compare import results, timing
-from compare.cli import main
+from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
+from compare.parity import differing_bits
 from compare.peer import measure_transformers
 from compare.report import headline, render
 from compare.run import Plan, compare
+from compare.tables import BEGIN, END, launch_table, with_table
 from compare.timing import MeasurementError, time_steps
 from compare.worker import DecoderArm, measure
 from compare.workload import VARIANTS, Variant, Workload, why_not
@@ -312,3 +314,49 @@ def test_the_stop_ids_of_a_checkpoint_do_not_shorten_a_measurement(strong, tmp_p
     result = compare(Workload(str(path), batch=2, new_tokens=12, max_seq_len=32), [Variant("transformers", "eager"), Variant("torch", "eager")], Plan(rounds=1, repeats=1))
     assert [v["parity"]["verdict"] for v in result["variants"]] == ["pass", "pass"]
     assert result["variants"][1]["parity"]["positions"] == 24
+
+
+# ---- flags and tables --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", ["xla_gpu_no_such_flag=1", "=3", "xla_gpu_autotune_level"])
+def test_an_xla_flag_that_is_unknown_or_no_pair_is_an_error(word, capsys):
+    """Found before a worker starts: XLA would end that process without an exception."""
+    assert main(["run", "--model", "shape:qwen3-0.6b", "--xla-flag", word]) == 2
+    error = capsys.readouterr().err
+    assert (word.partition("=")[0] or "NAME=VALUE") in error and error.count("\n") == 1
+
+
+def test_xla_flags_come_as_options_or_as_the_environment():
+    assert xla_settings(["xla_gpu_autotune_level=0"], False) == ("", {"xla_gpu_autotune_level": "0"})
+    flags, options = xla_settings(["--xla_gpu_graph_min_graph_size=9"], True)
+    assert options == {} and "--xla_gpu_graph_min_graph_size=9" in flags and flags.endswith("=+WHILE")
+
+
+def test_flags_reach_the_worker_and_the_result(workload):
+    """A worker that did not get them would succeed here."""
+    result = compare(workload, [Variant("jax", "jit")], Plan(1, 1, xla_flags="--xla_no_such_flag=1"))
+    assert "no_such_flag" in result["variants"][0]["not_measured"] and "no_such_flag" in result["environment"]["xla_flags"]
+
+
+def test_the_launch_table_shows_what_was_counted(result, tmp_path):
+    changed = copy.deepcopy(result)
+    variant = next(v for v in changed["variants"] if (v["framework"], v["launch"]) == ("torch", "eager"))
+    variant.update(graph_launches_per_step=0.0, other_launches_per_step=57.0, graph_updates_per_step=0.0, capture_s=0.0123)
+    variant["parity"]["differing_bits"] = 0
+    results.save(changed, tmp_path / "one.json")
+    table = launch_table(tmp_path)
+    (row,) = [line for line in table.splitlines() if "| torch eager plain |" in line]
+    assert "| pass | 0 | 0.00 | 57.00 | 0.00 |" in row and "| 12.3 |" in row
+    assert f"torch {changed['environment']['versions']['torch']}" in table
+    readme = f"before\n{BEGIN}\nold\n{END}\nafter"
+    assert with_table(readme, table) == f"before\n{BEGIN}\n{table}\n{END}\nafter"
+    with pytest.raises(results.ResultError, match="no place"):
+        with_table("no markers", table)
+
+
+def test_bits_that_differ_are_counted():
+    one = np.float32([1.0, -0.0, 3.0])
+    other = one.copy()
+    other.view(np.uint32)[2] ^= 5
+    assert differing_bits(one, one) == 0 and differing_bits(one, other) == 2 and differing_bits(one, np.abs(one)) == 1

@@ -32,13 +32,11 @@ def sampling(which: str, kind: str):
 def live_rows(handle) -> list[bytes]:
     """Every leaf of the handle's state, its live rows only, as bytes."""
     state = handle.peek()
-    leaves = [*state.cache.k, *state.cache.v, *state[1:]]
-    stacked = state.cache.k[0].ndim == 5
     found = []
-    for i, leaf in enumerate(leaves):
-        host = leaf.detach().cpu().contiguous().view(torch.uint8).numpy() if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
-        rows = host[:, : handle.rows] if stacked and i < len(state.cache.k) * 2 else host[: handle.rows]
-        found.append(np.ascontiguousarray(rows).tobytes())
+    for leaf in (*state.cache.k, *state.cache.v, *state[1:]):
+        stacked = leaf.ndim == 5  # layers come before rows
+        rows = leaf[:, : handle.rows] if stacked else leaf[: handle.rows]
+        found.append(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes() if isinstance(rows, torch.Tensor) else np.asarray(rows).tobytes())
     return found
 
 

@@ -37,6 +37,25 @@ def test_commands_run(command, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_flags_shown_are_the_ones_in_use():
+    from jax_decoder import xla_flags
+
+    ((_, block),) = [b for b in BLOCKS if b[0] == "bash"]
+    (shown,) = re.findall(r'XLA_FLAGS="(.*)"', block)
+    options = xla_flags.step_options(True, "gpu")
+    assert shown == xla_flags.as_environment({name: options[name] for name in xla_flags.names(shown)})
+    assert xla_flags.unknown(shown) == ()
+
+
+def test_the_launch_table_is_made_from_the_committed_results():
+    from compare.tables import BEGIN, launch_table, with_table
+
+    folder = ROOT / "compare/results/h200"
+    assert (BEGIN in README) == any(folder.glob("*.json"))
+    if BEGIN in README:
+        assert with_table(README, launch_table(folder)) == README, "run scripts/readme_tables"
+
+
 @pytest.mark.parametrize("script", [*ELSEWHERE, "scripts/environment.sh", ".ci/run"])
 def test_scripts_are_whole(script):
     """A shell reads a sourced file only when it gets there, so each is checked by itself."""

@@ -273,6 +273,7 @@ def test_a_failed_run_loses_no_token(path, plain, failing, use_up, caplog):
         settings = {"max_new_tokens": 10, "sampling": SAMPLED}
         same(made.generate(PROMPTS[:5], **settings), plain.generate(PROMPTS[:5], **settings))
         assert "failed to launch" in caplog.text and len(made.launch_report()["fallbacks"]) == 1
+        assert len(made.compiler.compiled) == 2, "what failed must be compiled anew, without command buffers"
 
 
 def test_a_state_in_a_callers_hands_survives_a_failed_compilation(path, plain):

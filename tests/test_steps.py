@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.helpers import DECODERS, P24, decoder, numpy
+from tests.helpers import DECODERS, P24, TOLERANCE, decoder, numpy, reference_logits
 
 PROMPTS = [P24[:3], P24[3:8], P24[8:15]]
 SLOTS = 32
@@ -285,3 +285,11 @@ def test_a_row_does_not_depend_on_the_others(which, strong, dtype):
             np.testing.assert_array_equal(found[0].argmax(1), single.argmax(1))
         else:  # 8 significant bits and logits up to 13 in size: one rounding step there is 0.06
             assert np.abs(found[0][0] - single[0]).max() < 0.5
+
+
+@pytest.mark.parametrize("which", DECODERS)
+def test_a_chunk_that_ends_with_the_cache_spoils_no_slot(which, strong):
+    """40 slots and chunks of 32: the padding of the last chunk lies past the end, where a clamped write would hit slot 39."""
+    tokens = [(37 * i + 5) % 256 for i in range(40)]
+    with decoder(which, strong("qwen3"), max_batch=1, max_seq_len=40) as d:
+        assert np.abs(numpy(d.score([tokens]))[0] - reference_logits(strong("qwen3"), tokens)).max() < TOLERANCE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import math
@@ -258,14 +257,13 @@ def test_poison_in_spare_rows_and_slots_changes_nothing(graphs, eager, poison):
 
 def test_the_spare_row_may_be_any_row(one_graph, eager):
     """Rows that end at once leave their place empty between the others."""
-    expected = [c.token_ids for c in eager.generate(PROMPTS[:3], max_new_tokens=12)]
     for spare in range(4):
         prompts = [*PROMPTS[:spare], [1], *PROMPTS[spare:3]]
         first = one_graph.generate([[1]], max_new_tokens=1)[0].token_ids
         ids = [c.token_ids for c in one_graph.generate(prompts, max_new_tokens=12, stop_token_ids=first)]
         alone = [eager.generate([p], max_new_tokens=12, stop_token_ids=first)[0].token_ids for p in prompts]
         assert ids == alone
-    assert expected
+        assert len(ids[spare]) == 1 and max(map(len, ids)) > 1, "one row ends at once, others go on"
 
 
 def test_a_row_writes_nothing_outside_its_own_row(one_graph):
@@ -522,4 +520,4 @@ def test_reports_are_plain_data(graphs):
     graphs.generate(PROMPTS[:2], max_new_tokens=2)
     report = json.loads(json.dumps(graphs.launch_report()))
     assert report["graphs"][0]["bucket"] == 2 and report["memory_map"][0]["offset"] == 0
-    assert dataclasses.fields(Sampling) and np.prod(report["memory_map"][0]["shape"]) * 4 == report["memory_map"][0]["bytes"]
+    assert np.prod(report["memory_map"][0]["shape"]) * 4 == report["memory_map"][0]["bytes"]

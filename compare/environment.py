@@ -20,6 +20,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
         "gpu": gpu(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": _commit(),
     }
 

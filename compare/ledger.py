@@ -14,11 +14,10 @@ from typing import Any
 from .workload import Variant, Workload
 
 STEPS = 20
-_DRIVER_API = "DRIVER_API"
 
 # Kinds of driver call, by the first pattern that fits the function's name.
 _KINDS = (
-    ("graph_updates", r"cuGraphExec.*(SetParams|SetEnabled)|cuGraphExecUpdate|cuGraphExec.*SetAttribute"),
+    ("graph_updates", r"cuGraphExec(Update|.*Set(Params|Enabled|Attribute))"),
     ("graph_launches", r"cuGraphLaunch"),
     ("other_launches", r"cuLaunch(Kernel|Cooperative|Host)"),
     ("memory_operations", r"cuMem(cpy|set|Alloc|Free)|cuGraphMem"),
@@ -63,7 +62,7 @@ class Ledger:
     def counting(self) -> Iterator[Counter[str]]:
         """Count from here to the end of the block; gives the counter, emptied first."""
         self.calls.clear()
-        domain = getattr(self._cupti.CallbackDomain, _DRIVER_API)
+        domain = self._cupti.CallbackDomain.DRIVER_API
         self._cupti.enable_domain(1, self._subscriber, domain)
         try:
             yield self.calls

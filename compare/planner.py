@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .models import model_config
+from torch_decoder.buckets import check_buckets
+from torch_decoder.budget import GIB, plan_memory
+from torch_decoder.cache import MemoryMap
+from torch_decoder.checkpoint import DTYPES
 
-GIB = 2**30
+from .models import model_config
 
 
 def plan(model: str, dtype: str, max_batch: int, buckets: Sequence[int] | None, max_seq_len: int, budget: int | None) -> dict[str, Any]:
@@ -15,16 +18,10 @@ def plan(model: str, dtype: str, max_batch: int, buckets: Sequence[int] | None, 
 
     Raises ConfigError, with the numbers, if the largest bucket does not fit ``budget`` bytes.
     """
-    from torch_decoder.buckets import check_buckets
-    from torch_decoder.budget import plan_memory
-    from torch_decoder.cache import MemoryMap
-    from torch_decoder.checkpoint import DTYPES
-
     config, sizes = model_config(model), check_buckets(buckets, max_batch)
     memory = plan_memory(config, sizes, max_seq_len, DTYPES[dtype], budget)
     regions = MemoryMap.plan(config, sizes[-1], max_seq_len, DTYPES[dtype]).regions
-    map_ = [{"name": r.name, "offset": r.offset, "bytes": r.nbytes, "shape": list(r.shape)} for r in regions]
-    return {"model": model, "dtype": dtype, "max_seq_len": max_seq_len, "memory": memory.as_dict(), "memory_map": map_}
+    return {"model": model, "dtype": dtype, "max_seq_len": max_seq_len, "memory": memory.as_dict(), "memory_map": [region.as_dict() for region in regions]}
 
 
 def lines(found: dict[str, Any]) -> list[str]:

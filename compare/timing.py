@@ -33,7 +33,7 @@ class Arm(Protocol):
         """How often anything was compiled so far."""
 
 
-def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: int = 4) -> list[dict[str, Any]]:
+def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: int = STEPS_A_BLOCK["cpu"]) -> list[dict[str, Any]]:
     """Time decode steps of all arms, interleaved ABBA; one result an arm.
 
     Each sample is the wall time of ``block`` steps ended by a wait, divided by their number.

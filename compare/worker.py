@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -47,6 +47,7 @@ class DecoderArm:
         self.restart()  # compiles the step
         self.wait()
         self.start_s = time.perf_counter() - started
+        self.check_launch()
 
     def __str__(self) -> str:
         return self.variant.label()
@@ -117,8 +118,8 @@ def _dynamo_compilations() -> int:
 
 def measure(arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None, rounds: int, repeats: int, block: int) -> list[dict[str, Any]]:
     """Parity first, from each arm's own steps; then the clocks. One result object an arm."""
-    logits = [arm.logits() for arm in arms]
-    verdicts = [judge(arm, own, logits, arms, workload, reference, theirs) for arm, own in zip(arms, logits)]
+    logits = {arm.variant: arm.logits() for arm in arms}
+    verdicts = [judge(arm.variant, logits, workload, reference, theirs) for arm in arms]
     del logits
     steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1, block)
     seconds = time_generations([arm.generate for arm in arms], repeats)
@@ -127,18 +128,17 @@ def measure(arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarra
     return [result_of(arm, verdict, clocks, total, workload) for arm, verdict, clocks, total in zip(arms, verdicts, steps, seconds)]
 
 
-def judge(
-    arm: DecoderArm, own: np.ndarray, logits: Sequence[np.ndarray], arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None
-) -> Verdict:
-    """The arm's own logits against the reference's, and bit by bit against the same step without a graph."""
+def judge(variant: Variant, logits: Mapping[Variant, np.ndarray], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None) -> Verdict:
+    """A variant's logits against the reference's, and bit by bit against the same step without a graph."""
+    own = logits[variant]
     verdict = compare_logits(own, reference, workload.dtype, theirs)
-    plain = replace(arm.variant, launch=WITHOUT_GRAPH[arm.variant.framework], sampling="greedy")  # selection plays no part in logits
-    twin = next((other for peer, other in zip(arms, logits) if peer.variant == plain), None)
-    if arm.variant.launch not in NEEDS_CUDA or twin is None:
+    # Selection plays no part in logits, so the greedy step is the twin of the sampled one too.
+    twin = logits.get(replace(variant, launch=WITHOUT_GRAPH[variant.framework], sampling="greedy"))
+    if variant.launch not in NEEDS_CUDA or twin is None:
         return verdict
     verdict = replace(verdict, differing_bits=differing_bits(own, twin))
     # Several steps compiled into one executable are another compilation: there bits may differ.
-    exact = arm.variant.framework == "torch" or arm.variant.launch == "command_buffer"
+    exact = variant.framework == "torch" or variant.launch == "command_buffer"
     if exact and verdict.differing_bits:
         return replace(verdict, verdict="fail", reason=f"{verdict.differing_bits} bits differ from the same step without a graph; {verdict.reason}")
     return verdict
@@ -198,14 +198,11 @@ def open_arms(workload: Workload, variants: Sequence[Variant], prompts: list[lis
     for variant in variants:
         try:
             arms.append(DecoderArm(variant, workload, prompts, forced))
-            arms[-1].check_launch()
         except Exception as error:  # one variant that cannot start must not take the others along
             if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):
                 reason = str(error)
             else:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if arms and arms[-1].variant == variant:
-                arms.pop().close()
             failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
     return arms, failures
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,9 @@ class Region:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "offset": self.offset, "bytes": self.nbytes, "shape": list(self.shape)}
 
 
 def cache_shapes(config: ModelConfig, batch: int, max_seq_len: int, packing: str) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -43,6 +43,9 @@ class Region:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "offset": self.offset, "bytes": self.nbytes, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True)

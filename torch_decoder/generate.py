@@ -347,7 +347,7 @@ class Decoder:
             "graphs": self._runner.accounts(),
             "fallbacks": self._runner.fallback_reports(),
             "memory": None if self._memory is None else self._memory.as_dict(),
-            "memory_map": [{"name": r.name, "offset": r.offset, "bytes": r.nbytes, "shape": list(r.shape)} for r in plan.regions],
+            "memory_map": [region.as_dict() for region in plan.regions],
         }
 
     def close(self) -> None:

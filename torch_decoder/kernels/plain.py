@@ -45,7 +45,8 @@ def apply_rope(x: Float[Tensor, "B T M H"], rope: Float[Tensor, "B T 2 H"]) -> F
 def cache_rows(positions: Int[Tensor, "B T"], kv_heads: int, slots: int) -> Int[Tensor, " R"]:
     """Where ``write_cache`` puts heads: rows of a cache [B, K, S, H] seen as [B * K * S, H]; int64.
 
-    The same for every layer, so it is computed once a step.
+    The same for every layer, so it is computed once a step. Positions must be below S: one past the
+    end would name the next head's first slot. Callers check room on the host.
     """
     heads = torch.arange(positions.shape[0] * kv_heads, device=positions.device).view(-1, kv_heads, 1)
     return (heads * slots + positions[:, None]).flatten()

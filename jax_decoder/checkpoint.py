@@ -7,6 +7,7 @@ another, and with packing "stacked" those of all layers in one array.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .files import check_against, resolve_directory, stored_tensors
 from .model import Model
 from .rope import rope_table
 
+IN_FLIGHT = 2  # tensors being placed while the next is read
 DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16", "float16")}
 # Either a sharding for every parameter, or a function from its name and shape to one.
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding]
@@ -132,7 +134,7 @@ def pack(tensors: Iterable[tuple[str, Any]], config: ModelConfig, model: Model, 
     finite: dict[str, jax.Array] = {}
     for name, shape in parameter_shapes(model).items():
         parameters[name] = jnp.zeros(shape, dtype, device=place(name, shape))
-    misfits = []
+    misfits, placed = [], deque()
     for name, tensor in tensors:
         if (slot := slots.get(name)) is None or tuple(tensor.shape) != slot.shape:
             misfits.append(f"{name}: shape {tuple(tensor.shape)}, expected {slot.shape if slot else 'no tensor of that name'}")
@@ -143,6 +145,10 @@ def pack(tensors: Iterable[tuple[str, Any]], config: ModelConfig, model: Model, 
         start = (slot.start, *(0 for _ in slot.shape[1:]))
         start = start if slot.layer is None else (slot.layer, *start)
         parameters[slot.parameter], finite[name] = _place(target, part, tuple(map(np.int32, start)))
+        # Reading runs ahead of placing: unbounded, the tensors that wait would be a second copy of the weights.
+        if len(placed) == IN_FLIGHT:
+            placed.popleft().block_until_ready()
+        placed.append(finite[name])
     problems = misfits + [f"{n}: holds NaN or infinity as {jnp.dtype(dtype).name}" for n, ok in finite.items() if not ok]
     problems += [f"{name}: never filled" for name in slots if name not in finite]
     if problems:

@@ -320,3 +320,24 @@ def test_loading_holds_no_second_copy_of_the_weights(which, dtype, to, large, st
     beyond = int(done.stdout) - sum(counts) * size
     assert beyond > -50e6, "the weights were not loaded"
     assert beyond <= 2 * max(counts) * size + 200e6
+
+
+def test_reading_does_not_run_ahead_of_placing(strong, monkeypatch):
+    """JAX places without waiting: what was read and still waits must not grow to a copy of the weights."""
+    waiting, most = [], 0
+
+    class Flag:
+        def block_until_ready(self):
+            waiting.remove(self)
+
+
+    def place(target, part, start):
+        nonlocal most
+        waiting.append(flag := Flag())
+        most = max(most, len(waiting))
+        return target, flag
+
+    monkeypatch.setattr(jax_decoder.checkpoint, "_place", place)
+    jax_decoder.checkpoint.load_parameters(strong("llama"), np.dtype("float32"), jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0]), 16, "separate")
+    assert len(waiting) == jax_decoder.checkpoint.IN_FLIGHT
+    assert most == jax_decoder.checkpoint.IN_FLIGHT + 1

@@ -330,7 +330,6 @@ def test_reading_does_not_run_ahead_of_placing(strong, monkeypatch):
         def block_until_ready(self):
             waiting.remove(self)
 
-
     def place(target, part, start):
         nonlocal most
         waiting.append(flag := Flag())

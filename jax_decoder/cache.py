@@ -41,17 +41,12 @@ class KVCache(NamedTuple):
         return (self.k[0][layer], self.v[0][layer]) if self.stacked else (self.k[layer], self.v[layer])
 
     def write(self, layer: int, k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], slots: Int[Array, "B T"]) -> KVCache:
-        """Store new keys and values at ``slots``; a slot that does not exist is skipped.
-
-        A scatter that drops: ``dynamic_update_slice`` would clamp and overwrite the last slot.
-        """
-        rows = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+        """Store new keys and values at ``slots``; a slot that does not exist is skipped."""
 
         def put(arrays: tuple[Array, ...], new: Array) -> tuple[Array, ...]:
             if self.stacked:
-                return (arrays[0].at[layer, rows, :, slots].set(new, mode="drop"),)
-            changed = arrays[layer].at[rows, :, slots].set(new, mode="drop")
-            return (*arrays[:layer], changed, *arrays[layer + 1 :])
+                return (_store(arrays[0], (layer,), new, slots),)
+            return (*arrays[:layer], _store(arrays[layer], (), new, slots), *arrays[layer + 1 :])
 
         return KVCache(put(self.k, k), put(self.v, v))
 
@@ -64,6 +59,22 @@ class KVCache(NamedTuple):
         """This cache with one row replaced by a cache of batch 1."""
         axis = self.k[0].ndim - 4
         return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis), self, other)
+
+
+def _store(array: Array, lead: tuple[int, ...], new: Float[Array, "B T K H"], slots: Int[Array, "B T"]) -> Array:
+    """Write into [B, K, S, H] behind the indices ``lead``; what lies past S is left out.
+
+    A scatter that drops, as ``dynamic_update_slice`` would clamp and overwrite the last slot. For a
+    single token XLA makes four kernels of that scatter, and one of a slice that keeps what is there.
+    """
+    if new.shape[:2] != (1, 1):
+        rows = jnp.arange(new.shape[0], dtype=jnp.int32)[:, None]
+        return array.at[(*lead, rows, slice(None), slots)].set(new, mode="drop")
+    slot = slots[0, 0]
+    start = (*lead, 0, 0, slot, 0)
+    piece = new.reshape((1,) * (len(lead) + 1) + (new.shape[2], 1, new.shape[3]))
+    kept = jax.lax.dynamic_slice(array, start, piece.shape)
+    return jax.lax.dynamic_update_slice(array, jnp.where(slot < array.shape[-2], piece, kept), start)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from .cache import KVCache
@@ -34,9 +35,9 @@ class Linear(nnx.Module):
         self.weight = parameter(stack, dtype, out_features, in_features)
         self.bias = parameter(stack, dtype, out_features) if bias else None
 
-    def __call__(self, x: Float[Array, "*B I"], layer: int | None) -> Float[Array, "*B O"]:
+    def __call__(self, x: Float[Array, "*B I"], layer: int | None, out_dtype: DTypeLike | None = None) -> Float[Array, "*B O"]:
         bias = None if self.bias is None else Weight(self.bias[...], layer)
-        return plain.linear(x, Weight(self.weight[...], layer), bias)
+        return plain.linear(x, Weight(self.weight[...], layer), bias, out_dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -71,12 +72,12 @@ class Attention(nnx.Module):
         mask: Bool[Array, "B T S"],
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         batch, length, _ = x.shape
-        heads = self.qkv_proj(x, layer).reshape(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        heads = self.qkv_proj(x, layer, jnp.float32).reshape(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        norms = None if self.q_norm is None else (Weight(self.q_norm.weight[...], layer), Weight(self.k_norm.weight[...], layer), self.q_norm.eps)
+        heads = plain.norm_and_rotate(heads, self.num_heads, self.num_kv_heads, norms, rope).astype(x.dtype)
         q, k, v = jnp.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q, layer), self.k_norm(k, layer)
-        cache = cache.write(index, plain.apply_rope(k, rope), v, slots)
-        out = plain.attend(plain.apply_rope(q, rope), *cache.read(index), mask)
+        cache = cache.write(index, k, v, slots)
+        out = plain.attend(q, *cache.read(index), mask)
         return self.o_proj(out, layer), cache
 
 

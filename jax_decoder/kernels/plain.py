@@ -53,6 +53,22 @@ def apply_rope(x: Float[Array, "B T M H"], rope: Float[Array, "B T 2 R"]) -> Flo
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def norm_and_rotate(
+    heads: Float[Array, "B T M H"], num_heads: int, num_kv_heads: int, norms: tuple[Weight, Weight, float] | None, rope: Float[Array, "B T 2 R"]
+) -> Float[Array, "B T M H"]:
+    """Query and key heads normalised (``norms``: their weights and epsilon) and rotated; value heads as they are.
+
+    M is query, key and value heads, in this order. All in one pass: on a GPU every slice of heads
+    that is taken first is one more kernel, in every layer.
+    """
+    number = jnp.arange(heads.shape[2], dtype=jnp.int32)[:, None]
+    done = heads
+    if norms is not None:
+        q_weight, k_weight, eps = norms
+        done = rms_norm(done, Weight(jnp.where(number < num_heads, q_weight.read(), k_weight.read())), eps)
+    return jnp.where(number < num_heads + num_kv_heads, apply_rope(done, rope), heads)
+
+
 def attend(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B K S H"],

@@ -1,13 +1,15 @@
 """The static memory map: every byte that a decode step reads or writes besides the weights.
 
-``[KV][logits][status][ring][tokens][positions]...``: the same map as the PyTorch decoder's, as
-leaves that are donated one by one, so that XLA writes each where it lies.
+``[KV][logits][status][ring][tokens][positions]...``: the same map as the PyTorch decoder's, in few
+arrays that are donated one by one, so that XLA writes each where it lies. Few, because each costs
+the host time at every step: all that belongs to the rows is one array of words.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +81,7 @@ def _store(array: Array, lead: tuple[int, ...], new: Float[Array, "B T K H"], sl
 
 @dataclass(frozen=True)
 class Region:
-    """One named piece of the map: offset and nbytes in bytes, leaves in order."""
+    """One named piece of the map: offset and nbytes in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,25 +103,27 @@ def cache_shapes(config: ModelConfig, batch: int, max_seq_len: int, packing: str
 
 
 def memory_map(config: ModelConfig, batch: int, max_seq_len: int, dtype: jnp.dtype, packing: str) -> list[Region]:
-    """All leaves of a state with offsets as if they lay end to end; allocates nothing."""
+    """All regions of a state with offsets as if its arrays lay end to end; allocates nothing."""
     wanted = []
     for index, shape in enumerate(cache_shapes(config, batch, max_seq_len, packing)):
         name = "KV" if packing == "stacked" else f"KV_{index}"
         wanted.append((name, (2, *shape), dtype))
-    wanted += state_leaves(batch, max_seq_len, config.vocab_size)
-    regions: list[Region] = []
-    for name, shape, kind in wanted:
-        offset = regions[-1].offset + regions[-1].nbytes if regions else 0
-        regions.append(Region(name, tuple(shape), jnp.dtype(kind), offset))
-    return regions
+    wanted.append(("logits", (batch, config.vocab_size), FLOAT32))
+    wanted += row_fields(batch, max_seq_len)
+    return _end_to_end(wanted)
 
 
-def state_leaves(batch: int, max_seq_len: int, vocab_size: int) -> list[tuple[str, tuple[int, ...], jnp.dtype]]:
-    """Name, shape and dtype of every leaf of the state but the cache; see decode.DecodeState."""
+@lru_cache
+def row_regions(batch: int, max_seq_len: int) -> dict[str, Region]:
+    """Where each field of the rows lies within ``DecodeState.words``, by name."""
+    return {region.name: region for region in _end_to_end(row_fields(batch, max_seq_len))}
+
+
+def row_fields(batch: int, max_seq_len: int) -> list[tuple[str, tuple[int, ...], jnp.dtype]]:
+    """Name, shape and dtype of every field in ``DecodeState.words``, in order; all are 4 bytes wide."""
     # The newest token of a full cache has a position but needs no slot: hence the one more.
     history = (batch, max_seq_len + 1)
     return [
-        ("logits", (batch, vocab_size), FLOAT32),
         ("status", (batch,), INT32),
         ("ring", history, INT32),
         ("logprobs", history, FLOAT32),
@@ -131,3 +135,11 @@ def state_leaves(batch: int, max_seq_len: int, vocab_size: int) -> list[tuple[st
         ("filters", (batch, 3), FLOAT32),
         ("draws", (batch, 3), INT32),
     ]
+
+
+def _end_to_end(wanted: list[tuple[str, tuple[int, ...], jnp.dtype]]) -> list[Region]:
+    regions: list[Region] = []
+    for name, shape, kind in wanted:
+        offset = regions[-1].offset + regions[-1].nbytes if regions else 0
+        regions.append(Region(name, tuple(shape), jnp.dtype(kind), offset))
+    return regions

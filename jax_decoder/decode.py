@@ -5,14 +5,15 @@ The whole state is donated wherever one of these is compiled, so every leaf is w
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from .cache import MAX_STOP_IDS, KVCache, cache_shapes, state_leaves
+from .cache import MAX_STOP_IDS, KVCache, Region, cache_shapes, row_regions
 from .config import ModelConfig
 from .model import Model
 from .sampling import select_greedy, select_sampled
@@ -20,24 +21,75 @@ from .sampling import select_greedy, select_sampled
 IDLE, RUNNING, STOPPED, LENGTH, FAILED = range(5)  # a row's status
 
 
+def _field(name: str) -> property:
+    return property(lambda state: state.field(name))
+
+
 class DecodeState(NamedTuple):
     """All that changes between steps. Shapes never change; the caller gives the old state up.
 
-    A row that is not RUNNING changes nothing: it computes its newest token again, in its own slot.
+    What belongs to the rows lies in ``words``, one array, and is read by the names below (float32
+    fields as their bits). A row that is not RUNNING changes nothing: it computes its newest token
+    again, in its own slot.
     """
 
     cache: KVCache
     logits: Float[Array, "B V"]  # float32, of the newest step; a fresh output would make XLA patch the graph
-    status: Int[Array, " B"]  # IDLE, RUNNING, or why the row ended
-    ring: Int[Array, "B S1"]  # the chosen token of each position, -1 where none; S1 is S + 1
-    logprobs: Float[Array, "B S1"]  # its log-probability under the raw logits
-    forced: Int[Array, "B S1"]  # where >= 0, taken in place of the chosen token of that position
-    tokens: Int[Array, " B"]  # newest token of each row: the next step's input
-    positions: Int[Array, " B"]  # the cache slot that token will fill
-    limits: Int[Array, " B"]  # the position at which the row's last allowed token lies
-    stop_ids: Int[Array, "B M"]  # -1 where unused
-    filters: Float[Array, "B 3"]  # temperature, top_p, min_p
-    draws: Int[Array, "B 3"]  # top_k, seed, row id (uint32 bit patterns)
+    words: Int[Array, " W"]
+
+    status = _field("status")  # [B]: IDLE, RUNNING, or why the row ended
+    ring = _field("ring")  # [B, S + 1]: the chosen token of each position, -1 where none
+    logprobs = _field("logprobs")  # [B, S + 1] float32: its log-probability under the raw logits
+    forced = _field("forced")  # [B, S + 1]: where >= 0, taken in place of the chosen token of that position
+    tokens = _field("tokens")  # [B]: newest token of each row, the next step's input
+    positions = _field("positions")  # [B]: the cache slot that token will fill
+    limits = _field("limits")  # [B]: the position at which the row's last allowed token lies
+    stop_ids = _field("stop_ids")  # [B, 16]: -1 where unused
+    filters = _field("filters")  # [B, 3] float32: temperature, top_p, min_p
+    draws = _field("draws")  # [B, 3]: top_k, seed, row id (uint32 bit patterns)
+
+    @property
+    def batch(self) -> int:
+        return self.logits.shape[0]
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """Where the fields lie in ``words``."""
+        return row_regions(self.batch, self.cache.length)
+
+    def field(self, name: str) -> Array:
+        """A field of the rows, in its own shape and dtype."""
+        return cut(self.words, self.regions[name])
+
+    def with_fields(self, **values: Array) -> DecodeState:
+        """This state with whole fields replaced."""
+        words = self.words
+        for name, value in values.items():
+            words = jax.lax.dynamic_update_slice(words, _bits(value).ravel(), (self.regions[name].offset // 4,))
+        return self._replace(words=words)
+
+    def with_row(self, row: Int[Array, ""], **values: Array | int | float) -> DecodeState:
+        """This state with fields of one row replaced; a number fills the row's part of its field."""
+        words = self.words
+        for name, value in values.items():
+            region = self.regions[name]
+            size = math.prod(region.shape[1:])
+            new = jnp.broadcast_to(jnp.asarray(value, region.dtype), region.shape[1:])
+            words = jax.lax.dynamic_update_slice(words, _bits(new).ravel(), (region.offset // 4 + row * size,))
+        return self._replace(words=words)
+
+
+def cut(words: Array | np.ndarray, region: Region) -> Array | np.ndarray:
+    """A field out of the words, on the device or in a copy on the host."""
+    start = region.offset // 4
+    return words[start : start + region.nbytes // 4].view(region.dtype).reshape(region.shape)
+
+
+def _bits(value: Array) -> Int[Array, "..."]:
+    return value if value.dtype == jnp.int32 else jax.lax.bitcast_convert_type(value, jnp.int32)
+
+
+STATE_FIELDS = ("cache", "logits", *row_regions(1, 1))  # every name under which a state can be read
 
 
 class RowSettings(NamedTuple):
@@ -56,9 +108,9 @@ def make_state(config: ModelConfig, batch: int, max_seq_len: int, dtype: jnp.dty
     """A state with all rows idle."""
     shapes = cache_shapes(config, batch, max_seq_len, packing)
     cache = KVCache(*(tuple(jnp.zeros(s, dtype) for s in shapes) for _ in range(2)))
-    empty = {"ring": -1, "forced": -1, "stop_ids": -1}
-    leaves = {n: jnp.full(s, empty.get(n, 0), d) for n, s, d in state_leaves(batch, max_seq_len, config.vocab_size)}
-    return DecodeState(cache, **leaves)
+    words = jnp.zeros(sum(r.nbytes for r in row_regions(batch, max_seq_len).values()) // 4, jnp.int32)
+    state = DecodeState(cache, jnp.zeros((batch, config.vocab_size), jnp.float32), words)
+    return state.with_fields(**{name: jnp.full_like(state.field(name), -1) for name in ("ring", "forced", "stop_ids")})
 
 
 def admit(state: DecodeState, row: Int[Array, ""], settings: RowSettings) -> DecodeState:
@@ -68,19 +120,18 @@ def admit(state: DecodeState, row: Int[Array, ""], settings: RowSettings) -> Dec
     leftover NaN is NaN.
     """
     cache = state.cache.with_row(row, jax.tree.map(jnp.zeros_like, jax.eval_shape(state.cache.row, row)))
-    cleared = {name: getattr(state, name).at[row].set(value) for name, value in (("logits", 0), ("ring", -1), ("forced", -1), ("logprobs", 0))}
-    given = {name: getattr(state, name).at[row].set(value) for name, value in settings._asdict().items()}
-    return state._replace(cache=cache, **cleared, **given)
+    state = state._replace(cache=cache, logits=state.logits.at[row].set(0))
+    return state.with_row(row, ring=-1, forced=-1, logprobs=0, **settings._asdict())
 
 
 def release(state: DecodeState, row: Int[Array, ""]) -> DecodeState:
     """Make a row idle; its fields keep defined values."""
-    return state._replace(**{name: getattr(state, name).at[row].set(0) for name in ("status", "tokens", "positions")})
+    return state.with_row(row, status=IDLE, tokens=0, positions=0)
 
 
 def force(state: DecodeState, row: Int[Array, ""], tokens: Int[Array, " S1"]) -> DecodeState:
     """Have a row take ``tokens[p]`` at position p, where it is not negative, instead of its choice."""
-    return state._replace(forced=state.forced.at[row].set(tokens))
+    return state.with_row(row, forced=tokens)
 
 
 def chunk_positions(start: Int[Array, ""], valid: Int[Array, ""], length: int, slots: int) -> Int[Array, "1 T"]:
@@ -128,18 +179,32 @@ def _advance(state: DecodeState, kind: str) -> DecodeState:
     ended = jnp.where((token[:, None] == state.stop_ids).any(1), STOPPED, ended)
     ended = jnp.where(failed, FAILED, ended).astype(jnp.int32)
     appends = running & ~failed
-
-    def append(history: Array, value: Array) -> Array:
-        return history.at[rows, following].set(jnp.where(appends, value, history[rows, following]))
-
     moves = running & (ended == RUNNING)
     return state._replace(
-        ring=append(state.ring, token),
-        logprobs=append(state.logprobs, logprob),
-        tokens=jnp.where(moves, token, state.tokens),
-        positions=jnp.where(moves, following, state.positions),
-        status=jnp.where(running, ended, state.status),
+        words=_scatter(
+            state,
+            # name, which of the row's numbers, where it changes, its new value
+            ("ring", following, appends, token),
+            ("logprobs", following, appends, logprob),
+            ("tokens", 0, moves, token),
+            ("positions", 0, moves, following),
+            ("status", 0, running, ended),
+        )
     )
+
+
+def _scatter(state: DecodeState, *changes: tuple[str, Int[Array, " B"] | int, Bool[Array, " B"], Array]) -> Int[Array, " W"]:
+    """The words with one number a row changed in each of some fields, all in one scatter: one kernel."""
+    rows = jnp.arange(state.batch, dtype=jnp.int32)
+    where, new, changed = [], [], []
+    for name, index, mask, value in changes:
+        region = state.regions[name]
+        where.append(region.offset // 4 + rows * math.prod(region.shape[1:]) + index)
+        new.append(_bits(value))
+        changed.append(mask)
+    places = jnp.concatenate(where)
+    values = jnp.where(jnp.concatenate(changed), jnp.concatenate(new), state.words[places])
+    return state.words.at[places].set(values, unique_indices=True)
 
 
 def settings_arrays(values: dict) -> RowSettings:

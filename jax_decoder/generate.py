@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .budget import MemoryPlan, available_bytes, plan_memory
 from .checkpoint import abstract_model, build_parameters, pack, read_tensors
 from .config import ModelConfig
-from .decode import FAILED, RUNNING, STOPPED, DecodeState
+from .decode import FAILED, RUNNING, STATE_FIELDS, STOPPED, DecodeState
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
 from .options import Options
@@ -41,7 +41,7 @@ class DecodeHandle:
         self.rows, self.kind, self.steps_left = rows, kind, steps_left
 
     def __getattr__(self, name: str) -> Any:
-        if name not in DecodeState._fields:
+        if name not in STATE_FIELDS:
             raise AttributeError(name)
         value = getattr(self.peek(), name)
         return value if name == "cache" or value.shape[0] == self.rows else value[: self.rows]

@@ -96,7 +96,7 @@ class Programs:
 
     def force(self, state: DecodeState, row: int, first: int, tokens: Sequence[int]) -> DecodeState:
         """Have the row take ``tokens`` at positions from ``first`` on instead of its own choice."""
-        values = np.full(state.forced.shape[1], -1, np.int32)
+        values = np.full(state.regions["forced"].shape[1], -1, np.int32)
         values[first : first + len(tokens)] = tokens
         return self._force(state, np.int32(row), values)
 

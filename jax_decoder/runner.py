@@ -20,7 +20,7 @@ import numpy as np
 from . import xla_flags
 from .buckets import bucket_for
 from .cache import Region, memory_map
-from .decode import DecodeState, make_state
+from .decode import DecodeState, cut, make_state
 from .driver import free_bytes
 from .errors import CaptureError, ConfigError, DeviceError
 from .model import Model
@@ -150,7 +150,7 @@ class StepRunner:
         return state
 
     def keep_state(self, state: DecodeState) -> None:
-        self._states[state.tokens.shape[0]] = state
+        self._states[state.batch] = state
 
     def copy_state(self, state: DecodeState) -> DecodeState:
         return jax.tree.map(jnp.copy, state)
@@ -215,9 +215,10 @@ class StepRunner:
     def read(self, state: DecodeState) -> dict[str, np.ndarray]:
         """Host copies of what decides how rows go on: waits for the device."""
         try:
-            return _host_copies({name: getattr(state, name) for name in ("status", "positions", "ring", "logprobs")})
+            words = _host_copy(state.words)
         except RECOVERABLE as error:
             raise self._lost(error) from error
+        return {name: cut(words, state.regions[name]) for name in ("status", "positions", "ring", "logprobs")}
 
     # ---- executables ---------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ class StepRunner:
             self.keep_state(state)
 
     def _prepare(self, state: DecodeState, kind: str, steps: int, runs: int) -> DecodeState:
-        bucket, key = state.tokens.shape[0], self._key(state, kind, steps)
+        bucket, key = state.batch, self._key(state, kind, steps)
         try:
             self._executable(key, state)
             for _ in range(runs):
@@ -248,7 +249,7 @@ class StepRunner:
         return state
 
     def _key(self, state: DecodeState, kind: str, steps: int = 1) -> GraphKey:
-        return GraphKey(state.tokens.shape[0], kind, steps, self.dtype.name, self.packing, self.max_seq_len)
+        return GraphKey(state.batch, kind, steps, self.dtype.name, self.packing, self.max_seq_len)
 
     def _records(self, key: GraphKey) -> bool:
         return self.launch in GRAPH_LAUNCHES and key not in self.fallbacks
@@ -333,16 +334,13 @@ class StepRunner:
     abandon = close  # nothing here touches the device
 
 
-def _host_copies(leaves: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """Copies on the host; waits for the device.
+def _host_copy(leaf: jax.Array) -> np.ndarray:
+    """A copy on the host; waits for the device.
 
     An array keeps the host view that is asked of it, and on a CPU that view is the buffer itself,
-    which could then not be donated to the next step: other objects are asked, and copied.
+    which could then not be donated to the next step: another object is asked, and copied.
     """
-    parts = {name: leaf.addressable_data(0) for name, leaf in leaves.items()}
-    for part in parts.values():
-        part.copy_to_host_async()
-    return {name: np.array(part) for name, part in parts.items()}
+    return np.array(leaf.addressable_data(0))
 
 
 def _addresses(state: DecodeState) -> list[int]:

@@ -112,15 +112,15 @@ FAULTS = (
     Fault(
         "jax: steps not in the key",
         "jax_decoder/runner.py",
-        "GraphKey(state.tokens.shape[0], kind, steps, self.dtype.name",
-        "GraphKey(state.tokens.shape[0], kind, 1, self.dtype.name",
+        "GraphKey(state.batch, kind, steps, self.dtype.name",
+        "GraphKey(state.batch, kind, 1, self.dtype.name",
         f"{JAX} -k 'counted or part_of_the_key'",
     ),
     Fault(
         "jax: slots past the end are clamped",
         "jax_decoder/cache.py",
-        '.at[rows, :, slots].set(new, mode="drop")',
-        ".at[rows, :, jnp.minimum(slots, self.length - 1)].set(new)",
+        'slice(None), slots)].set(new, mode="drop")',
+        "slice(None), jnp.minimum(slots, array.shape[-2] - 1))].set(new)",
         f"{STEPS} -k spoils_no_slot",
     ),
     Fault(
@@ -130,7 +130,15 @@ FAULTS = (
         "state.cache.row(row)",
         f"{STEPS} -k poisoned",
     ),
-    Fault("jax: skipped feedback", "jax_decoder/decode.py", "        tokens=jnp.where(moves, token, state.tokens),\n", "", TOKENS),
+    Fault(
+        "jax: a token past the end is clamped",
+        "jax_decoder/cache.py",
+        "jnp.where(slot < array.shape[-2], piece, kept)",
+        "piece",
+        f"{JAX_STEP} -k past_the_end",
+    ),
+    Fault("jax: skipped feedback", "jax_decoder/decode.py", '            ("tokens", 0, moves, token),\n', "", TOKENS),
+    Fault("jax: rows of another row are written", "jax_decoder/decode.py", "rows * math.prod(region.shape[1:]) + index", "rows + index", f"{STEPS} -k 'row or rows'"),
     Fault("jax: position off by one", "jax_decoder/decode.py", "    following = state.positions + 1\n", "    following = state.positions + 2\n", f"{STEPS} -k last_slot"),
     Fault("jax: failed executable kept", "jax_decoder/runner.py", "        self._steps.pop(key, None)\n", "", f"{JAX} -k failed_run"),
 )

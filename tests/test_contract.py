@@ -75,7 +75,7 @@ def test_records_have_the_same_fields(name):
 
 
 def test_states_have_the_same_fields():
-    ours, theirs = (module.DecodeState._fields for module in modules("decode"))
+    ours, theirs = (module.STATE_FIELDS for module in modules("decode"))
     assert ours == theirs
 
 

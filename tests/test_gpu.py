@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+import torch_decoder.decode
 from compare.ledger import Ledger, tally
 from tests.helpers import DECODERS, P24, numpy
 
@@ -30,10 +31,10 @@ def sampling(which: str, kind: str):
 
 
 def live_rows(handle) -> list[bytes]:
-    """Every leaf of the handle's state, its live rows only, as bytes."""
+    """Every field of the handle's state, its live rows only, as bytes."""
     state = handle.peek()
     found = []
-    for leaf in (*state.cache.k, *state.cache.v, *state[1:]):
+    for leaf in (*state.cache.k, *state.cache.v, *(getattr(state, name) for name in torch_decoder.decode.STATE_FIELDS[1:])):
         stacked = leaf.ndim == 5  # layers come before rows
         rows = leaf[:, : handle.rows] if stacked else leaf[: handle.rows]
         found.append(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes() if isinstance(rows, torch.Tensor) else np.asarray(rows).tobytes())

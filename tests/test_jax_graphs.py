@@ -328,7 +328,7 @@ def test_a_result_that_cannot_be_read_means_a_lost_device(path, monkeypatch):
         def broken(_):
             raise RuntimeError("CUDA_ERROR_LAUNCH_FAILED")
 
-        monkeypatch.setattr(runner, "_host_copies", broken)
+        monkeypatch.setattr(runner, "_host_copy", broken)
         with pytest.raises(DeviceError, match="LAUNCH_FAILED"):
             made.generate(PROMPTS[:1], max_new_tokens=3)
 

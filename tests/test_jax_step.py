@@ -17,6 +17,7 @@ import pytest
 import jax_decoder
 import jax_decoder.decode
 from jax_decoder import xla_flags
+from jax_decoder.cache import KVCache
 from jax_decoder.checkpoint import load_parameters
 from jax_decoder.model import PACKINGS, Model
 from jax_decoder.runner import StepRunner
@@ -86,6 +87,37 @@ def test_the_program_copies_no_weight_and_no_cache(runner, programs, kind, opera
     smallest = min(size for size in sizes if size > 4096) // layers
     assert re.search(r" (dot|fusion|custom-call)\(", programs[kind]), "the text is not the compiled program"
     assert [n for n in sizes_of(programs[kind], operation) if n >= smallest] == []
+
+
+@pytest.mark.parametrize("layers", [None, 1])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_token_past_the_end_is_not_written(batch, layers):
+    """A slice would be clamped to the last slot, in the stacked cache and in one array a layer."""
+    shape = (batch, 2, 4, 3) if layers is None else (layers, batch, 2, 4, 3)
+    cache = KVCache((jnp.zeros(shape),), (jnp.ones(shape),))
+    new = jnp.full((batch, 1, 2, 3), 5.0)
+    for slot in (4, 9):
+        written = cache.write(0, new, new, jnp.full((batch, 1), slot, jnp.int32))
+        assert all((x == y).all() for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(cache)))
+    k, v = cache.write(0, new, new, jnp.full((batch, 1), 3, jnp.int32)).read(0)
+    assert (k[:, :, 3] == 5).all() and (v[:, :, 3] == 5).all() and (k[:, :, :3] == 0).all() and (v[:, :, :3] == 1).all()
+
+
+def test_the_rows_fields_share_one_array(runner):
+    """Few arrays: each costs the host time at every step. Fields do not overlap, and floats keep their bits."""
+    state = runner.new_state(2)
+    assert len(jax.tree.leaves(state)) == 2 + len(jax.tree.leaves(state.cache))
+    values = {name: np.arange(math.prod(region.shape)).reshape(region.shape).astype(region.dtype) - 0.25 for name, region in state.regions.items()}
+    values = {name: value.astype(state.regions[name].dtype) for name, value in values.items()}
+    changed = state.with_fields(**{name: jnp.asarray(value) for name, value in values.items()})
+    for name, value in values.items():
+        np.testing.assert_array_equal(getattr(changed, name), value)
+    one = changed.with_row(jnp.int32(1), filters=jnp.asarray([0.5, 0.25, 2.0]), tokens=-3)
+    for name, value in values.items():
+        expected = value.copy()
+        if name in ("filters", "tokens"):
+            expected[1] = [0.5, 0.25, 2.0] if name == "filters" else -3
+        np.testing.assert_array_equal(getattr(one, name), expected)
 
 
 def test_both_packings_give_equal_logits(strong):

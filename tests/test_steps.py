@@ -60,7 +60,7 @@ def set_row(state, row: int, **values: int) -> None:
         if hasattr(leaf, "copy_"):
             leaf[row] = value
         else:
-            raw = raw._replace(**{name: leaf.at[row].set(value)})
+            raw = raw.with_fields(**{name: leaf.at[row].set(value)})
     state._state = raw
 
 

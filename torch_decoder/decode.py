@@ -40,6 +40,9 @@ class DecodeState(NamedTuple):
     draws: Int[Tensor, "B 3"]  # top_k, seed, row id (uint32 bit patterns)
 
 
+STATE_FIELDS = DecodeState._fields  # every name under which a state can be read
+
+
 def make_state(plan: MemoryMap, device: torch.device) -> DecodeState:
     """Allocate the map in one piece; all rows idle."""
     _, views = plan.allocate(device)

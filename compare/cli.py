@@ -1,4 +1,4 @@
-"""``python -m compare run|parity|report|plan|doctor``. Exit 0 good, 1 a parity check failed, 2 bad input."""
+"""``python -m compare run|parity|report|plan|program|doctor``. Exit 0 good, 1 a parity check failed, 2 bad input."""
 
 from __future__ import annotations
 
@@ -56,6 +56,15 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--max-seq-len", type=int, default=2048, help="cache length in tokens (default: %(default)s)")
     plan.add_argument("--memory-gib", type=float, help="what may be used, in GiB (default: no limit)")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
+    program = commands.add_parser("program", help="the JAX step as compiled for an H200, on a machine without a GPU: command buffers, arrays, copies")
+    program.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME (default: %(default)s)")
+    program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: %(default)s")
+    program.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
+    program.add_argument("--kind", default="greedy", choices=("greedy", "sampled"), help="default: %(default)s")
+    program.add_argument("--max-seq-len", type=int, default=1024, help="cache length in tokens (default: %(default)s)")
+    program.add_argument("--xla-flag", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option of your own; repeatable")
+    program.add_argument("--dump", metavar="DIR", help="keep XLA's texts (HLO, buffers, thunks) in this folder")
+    program.add_argument("--json", action="store_true", help="print one JSON object")
     doctor = commands.add_parser("doctor", help="what this machine has and which variants can run")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     return p
@@ -140,6 +149,19 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _program(args: argparse.Namespace) -> int:
+    from .models import model_config
+    from .program import describe, lines
+
+    model_config(args.model)
+    for name in ("batch", "max_seq_len"):
+        if getattr(args, name) < 1:
+            raise results.ResultError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
+    found = describe(args.model, args.dtype, args.batch, args.kind, args.max_seq_len, xla_settings(args.xla_flag, False)[1], args.dump)
+    print(json.dumps(found) if args.json else "\n".join(lines(found)))
+    return 0
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from .doctor import diagnose, lines
 
@@ -153,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("compare").setLevel(logging.INFO)
     try:
-        return {"run": _run, "parity": _parity, "report": _report, "plan": _plan, "doctor": _doctor}[args.command](args)
+        return {"run": _run, "parity": _parity, "report": _report, "plan": _plan, "program": _program, "doctor": _doctor}[args.command](args)
     except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
         print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
         return 2

@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import xla_flags
+from . import thunks, xla_flags
 from .buckets import bucket_for
 from .cache import Region, memory_map
 from .decode import DecodeState, cut, make_state
@@ -260,11 +261,21 @@ class StepRunner:
             if self.launch == "op_by_op":
                 self._steps[key] = self.programs.step(key.kind, key.steps)
             else:
-                options = xla_flags.step_options(self._records(key), self.device.platform)
-                self._steps[key] = self._compile(self.programs.lower_step(state, key.kind, key.steps), options)
+                self._steps[key], account.nodes = self._compiled(key, state)
                 account.compilations += 1
             account.compile_s += time.perf_counter() - started
         return self._steps[key]
+
+    def _compiled(self, key: GraphKey, state: DecodeState) -> tuple[Callable, int | None]:
+        """The executable, and how many commands its command buffers hold."""
+        lowered = self.programs.lower_step(state, key.kind, key.steps)
+        options = xla_flags.step_options(self._records(key), self.device.platform)
+        if not self._records(key) or self.device.platform != "gpu":
+            return self._compile(lowered, options), None
+        with TemporaryDirectory() as folder:
+            executable = self._compile(lowered, {thunks.DUMP: folder, **options})
+            found = thunks.from_dump(folder)
+        return executable, None if found is None else found.nodes
 
     def _first_run(self, key: GraphKey, executable: Callable, state: DecodeState) -> DecodeState:
         """A run that may record: timed, its memory counted, and its buffers watched."""

@@ -24,3 +24,19 @@ make_environment() {
     "$root/.venv/bin/python" -c 'import torch, jax, flax, transformers, pytest' || die "installation failed: see above, then run this again"
     printf '%s' "$wanted" >"$stamp"
 }
+
+# JAX's GPU compiler, so that tests can compile for a GPU where there is none. It stays out of .venv:
+# installed there, JAX would look for a GPU at every start and complain.
+make_gpu_compiler() {
+    local version folder="$root/.venv/gpu-compiler"
+    [[ -z "$(cuda_extra)" ]] || return 0
+    version="$("$root/.venv/bin/python" -c 'import jaxlib; print(jaxlib.__version__)')"
+    if [[ -f "$folder/.installed" && "$(cat "$folder/.installed")" == "$version" ]]; then return 0; fi
+    say "installing JAX's GPU compiler into .venv/gpu-compiler"
+    rm -rf "$folder"
+    if "$root/.venv/bin/python" -m pip install --quiet --no-deps --target "$folder" "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" 2>/dev/null; then
+        printf '%s' "$version" >"$folder/.installed"
+    else
+        say "there is none for this machine: tests that compile for a GPU will be skipped"
+    fi
+}

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import jax_decoder
 import torch_decoder
+from compare.program import compiler_path
+from compare.results import ResultError
 from tests.strong_init import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,3 +72,12 @@ def edit_tensors(path: Path, change) -> None:
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def has_gpu_compiler() -> bool:
+    """Can JAX programs be compiled for a GPU here, with or without one?"""
+    try:
+        compiler_path()
+    except ResultError:
+        return False
+    return True

@@ -22,6 +22,7 @@ from .parity import Verdict, compare_logits, differing_bits
 from .timing import STEPS_A_BLOCK, MeasurementError, time_generations, time_steps
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
 
+LOOP = 8  # steps of a device loop between two looks at its logits
 SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampled variants
 
 
@@ -68,11 +69,21 @@ class DecoderArm:
         return graphs + (_dynamo_compilations() if self.variant.kernels == "compiled" else 0)
 
     def logits(self) -> np.ndarray:
-        """float32 [steps, B, V] of the very steps that are timed, teacher-forced."""
+        """float32 [steps, B, V] of the very steps that are timed, teacher-forced.
+
+        A loop on the device shows the logits of its last step only: those stand in the place of
+        the ones that single steps gave.
+        """
+        collected = self._logits_every(1)
+        if self.variant.launch == "device_loop":
+            collected[::LOOP] = self._logits_every(LOOP)
+        return collected
+
+    def _logits_every(self, steps: int) -> np.ndarray:
         self.restart()
         collected = [_host(self.handle.logits)]
-        for _ in range(len(self.forced[0]) - 1):
-            self.steps(1)
+        for _ in range((len(self.forced[0]) - 1) // steps):
+            self.steps(steps)
             collected.append(_host(self.handle.logits))
         return np.stack(collected)
 

@@ -25,6 +25,7 @@ from compare.timing import MeasurementError, time_steps
 from compare.worker import DecoderArm, measure
 from compare.workload import VARIANTS, Variant, Workload, why_not
 from tests.helpers import copy_of, edit_config, edit_tensors, numpy
+from tests.recorders import graph_decoder
 
 NO_GPU = {"torch": False, "jax": False, "transformers": False}
 ARMS = (Variant("torch", "eager"), Variant("jax", "jit"), Variant("jax", "op_by_op"))
@@ -77,6 +78,29 @@ def test_a_broken_step_fails_its_own_variant_alone(broken, workload, reference):
     runner.step = one_logit_off
     verdicts = [r["parity"]["verdict"] for r in measure(arms, workload, reference["logits"], None, 2, 1, 4)]
     assert verdicts == ["fail" if i == broken else "pass" for i in range(len(ARMS))]
+
+
+def test_a_loop_is_judged_by_what_it_leaves(strong, monkeypatch):
+    """Single steps of a device_loop decoder run another graph than the one that is timed."""
+    workload = Workload(str(strong("qwen2")), batch=1, new_tokens=20, max_seq_len=32)
+    forced = [[(7 * i) % 256 for i in range(20)]]
+    opened = graph_decoder(strong("qwen2"), launch="device_loop", max_batch=1, max_seq_len=32)
+    monkeypatch.setattr("compare.worker.open_decoder", lambda *arguments, **options: opened)
+    arm = DecoderArm(Variant("torch", "device_loop"), workload, [[1, 2, 3]], forced)
+    good = arm.logits()
+    assert good.shape == (20, 1, 256) and opened.launch_report()["fallbacks"] == []
+    advance = opened._runner.advance
+
+    def one_logit_off(state, kind, live_rows, steps, **rest):
+        state = advance(state, kind, live_rows, steps, **rest)
+        if steps > 1:
+            state.logits[0, 7] += 0.01
+        return state
+
+    opened._runner.advance = one_logit_off
+    changed = np.argwhere(arm.logits() != good)
+    assert changed.tolist() == [[8, 0, 7], [16, 0, 7]]
+    opened.close()
 
 
 def test_forced_tokens_are_what_the_steps_follow(workload, reference):

@@ -278,7 +278,7 @@ def test_a_hundred_decoders_leave_no_memory_behind(which, strong):
     for _ in range(10):
         cycle()
     device, host = used()
-    for _ in range(100 if which == "torch" else 40):
+    for _ in range(100):
         cycle()
     device_after, host_after = used()
     assert device_after - device < 0.1e9, f"device memory grew by {(device_after - device) / 1e6:.0f} MB"

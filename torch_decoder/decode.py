@@ -122,8 +122,17 @@ def prefill_chunk(model: Model, cache: KVCache, tokens: Int[Tensor, "1 T"], star
 def decode_step(model: Model, state: DecodeState, kind: str) -> DecodeState:
     """One step of all rows, from input tokens to next tokens; ``kind`` is greedy or sampled."""
     hidden = model(state.tokens[:, None], state.positions[:, None], state.cache)
-    state.logits.copy_(model.logits(hidden)[:, 0])
-    return _advance(state, kind)
+    model.logits_into(state.logits, hidden)
+    if not model.fused(state.tokens.shape[0]):
+        return _advance(state, kind)
+    from .kernels.advance import advance
+
+    advance(state, None if kind == "greedy" else _sample(state), (IDLE, RUNNING, STOPPED, LENGTH, FAILED))
+    return state
+
+
+def _sample(state: DecodeState) -> Int[Tensor, " B"]:
+    return select_sampled(state.logits, state.positions + 1, state.filters, state.draws)
 
 
 def _advance(state: DecodeState, kind: str) -> DecodeState:
@@ -133,7 +142,7 @@ def _advance(state: DecodeState, kind: str) -> DecodeState:
     if kind == "greedy":
         chosen = select_greedy(state.logits)
     else:
-        chosen = select_sampled(state.logits, following, state.filters, state.draws)
+        chosen = _sample(state)
     column = following[:, None].long()
     forced = state.forced.gather(1, column)[:, 0]
     token = torch.where(forced >= 0, forced, chosen)

@@ -103,3 +103,25 @@ class DecoderLayer(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         x = x + self.self_attn(self.input_layernorm(x), rope, k_cache, v_cache, rows, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+    def fused_step(
+        self,
+        x: Float[Tensor, "B D"],
+        rope: Float[Tensor, "S 2 H"],
+        positions: Int[Tensor, " B"],
+        k_cache: Float[Tensor, "B K S H"],
+        v_cache: Float[Tensor, "B K S H"],
+        window: int | None,
+        finished: Int[Tensor, " C"],
+    ) -> Float[Tensor, "B D"]:
+        """The same layer for one token a row, in five kernels of this project."""
+        # Triton is there only where fused kernels can run.
+        from .kernels import attention, products
+
+        ours, mlp = self.self_attn, self.mlp
+        norms = None if ours.q_norm is None else (ours.q_norm.weight, ours.k_norm.weight, ours.q_norm.eps)
+        heads = products.norm_linear(x, self.input_layernorm.weight, self.input_layernorm.eps, ours.qkv_proj.weight, ours.qkv_proj.bias, torch.float32)
+        attended = attention.attend(heads, norms, rope, positions, k_cache, v_cache, window, finished)
+        x = products.linear_add(attended, ours.o_proj.weight, ours.o_proj.bias, x)
+        inner = products.norm_gated_silu(x, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias)
+        return products.linear_add(inner, mlp.down_proj.weight, mlp.down_proj.bias, x)

@@ -16,7 +16,8 @@ from .kernels import plain
 from .layers import DecoderLayer, Linear, RMSNorm
 from .rope import rope_table
 
-KERNELS = ("plain", "compiled")
+KERNELS = ("plain", "compiled", "fused")
+FUSED_ROWS = 16  # the most rows that fused kernels take; more are bound by arithmetic, where libraries are better
 
 
 class Embedding(nn.Module):
@@ -33,8 +34,9 @@ class Embedding(nn.Module):
 class Model(nn.Module):
     """A dense decoder-only language model (transformers' LlamaForCausalLM and kin).
 
-    ``kernels`` is "plain" or "compiled" (one layer compiled with torch.compile and called for
-    every layer: compiling the whole step takes minutes and is no faster). Build it under
+    ``kernels`` is "plain", "compiled" (one layer compiled with torch.compile and called for every
+    layer: compiling the whole step takes minutes and is no faster) or "fused" (this project's
+    Triton kernels for steps of few rows; plain ones for everything else). Build it under
     ``torch.device("meta")``, then ``to_empty`` and a checkpoint fill it.
     """
 
@@ -49,6 +51,8 @@ class Model(nn.Module):
         # A tied head reads the embedding's own storage: there is no second copy to go stale.
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.register_buffer("rope", torch.empty(max_seq_len, 2, config.head_dim), persistent=False)
+        # Of fused attention: programs that have finished, for each row and key head; zero between steps.
+        self.register_buffer("finished", torch.empty(FUSED_ROWS * config.num_kv_heads, dtype=torch.int32), persistent=False)
         self._call_layer: Callable = DecoderLayer.__call__
         if kernels == "compiled":
             self._call_layer = torch.compile(DecoderLayer.__call__, fullgraph=True, dynamic=False)
@@ -58,10 +62,13 @@ class Model(nn.Module):
         cos, sin = torch.from_numpy(rope_table(self.config, self.max_seq_len)).unbind(1)
         table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
         self.rope = table.to(self.embed_tokens.weight.device)
+        self.finished.zero_()
 
     def forward(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T D"]:
         """Hidden states before the final norm; keys and values go into ``cache`` at ``positions``."""
         x = self.embed_tokens(tokens)
+        if self.fused(*tokens.shape):
+            return self._fused_layers(x[:, 0], positions[:, 0], cache)[:, None]
         rope = F.embedding(positions, self.rope.view(self.max_seq_len, -1)).view(*positions.shape, 2, -1)
         # Only the step is compiled: prompts come in many lengths, and each would compile anew.
         call_layer = self._call_layer if tokens.shape[1] == 1 else DecoderLayer.__call__
@@ -72,14 +79,35 @@ class Model(nn.Module):
             x = call_layer(layer, x, rope, cache.k[index], cache.v[index], rows, mask)
         return x
 
+    def fused(self, rows: int, length: int = 1) -> bool:
+        """Do fused kernels take that many rows of that many tokens?"""
+        return self.kernels == "fused" and length == 1 and rows <= FUSED_ROWS
+
+    def _fused_layers(self, x: Float[Tensor, "B D"], positions: Int[Tensor, " B"], cache: KVCache) -> Float[Tensor, "B D"]:
+        for index, layer in enumerate(self.layers):
+            x = layer.fused_step(x, self.rope, positions, cache.k[index], cache.v[index], self.config.sliding_windows[index], self.finished)
+        return x
+
+    def logits_into(self, out: Float[Tensor, "B V"], hidden: Float[Tensor, "B 1 D"]) -> None:
+        """``logits`` of a step, written where the state keeps them."""
+        if self.fused(*hidden.shape[:2]):
+            from .kernels import products
+
+            products.norm_logits(hidden[:, 0], self.norm.weight, self.norm.eps, self._head, out)
+        else:
+            out.copy_(self.logits(hidden)[:, 0])
+
+    @property
+    def _head(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
     def logits(self, hidden: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Final norm and output head: float32 logits."""
         return self.head(self.norm(hidden))
 
     def head(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Output head alone: float32 logits of normalised hidden states."""
-        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return plain.linear(x, weight).float()
+        return plain.linear(x, self._head).float()
 
     def _masks(self, positions: Int[Tensor, "B T"], slots: int, dtype: torch.dtype) -> dict[int | None, Tensor]:
         """One additive mask [B, 1, T, S] for each different window: 0 where a query may look."""

@@ -1,0 +1,33 @@
+"""Tile sizes of the fused products: data, by shape."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MIN_DOT = 16  # the smallest side that tensor cores take
+
+
+class Tile(NamedTuple):
+    """Rows of the weight a program takes, columns at a time, and its warps."""
+
+    rows: int
+    inner: int
+    warps: int
+
+
+def tile_for(rows: int, inner: int, batch: int, gated: bool) -> Tile:
+    """A tile for a [rows, inner] weight and ``batch`` rows of input; ``gated`` reads two such weights.
+
+    The heuristic: enough programs to keep every multiprocessor loading, each with 4,096 or more
+    numbers in flight.
+    """
+    if batch > 1:
+        return Tile(MIN_DOT if rows <= 4096 else 2 * MIN_DOT, 128 if inner >= 128 else max(MIN_DOT, _power_of_2_above(inner)), 4)
+    columns = min(1024, _power_of_2_above(inner))
+    if rows >= 65536:
+        return Tile(8, columns, 4)
+    return Tile(2 if rows <= 4096 or gated else 4, columns, 4)
+
+
+def _power_of_2_above(n: int) -> int:
+    return 1 << (n - 1).bit_length()

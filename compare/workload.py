@@ -58,6 +58,9 @@ VARIANTS = (
     Variant("torch", "cuda_graph"),
     Variant("torch", "cuda_graph", "compiled"),
     Variant("torch", "cuda_graph", "plain", "sampled"),
+    Variant("torch", "eager", "fused"),
+    Variant("torch", "cuda_graph", "fused"),
+    Variant("torch", "cuda_graph", "fused", "sampled"),
     Variant("torch", "device_loop"),
     Variant("jax", "op_by_op"),
     Variant("jax", "jit"),
@@ -72,6 +75,6 @@ NEEDS_CUDA = {"cuda_graph", "command_buffer", "hybrid", "device_loop"}
 
 def why_not(variant: Variant, cuda: dict[str, bool]) -> str | None:
     """Why a variant cannot run here, or None. ``cuda`` says for each framework whether it sees a GPU."""
-    if variant.launch in NEEDS_CUDA and not cuda.get(variant.framework, False):
+    if (variant.launch in NEEDS_CUDA or variant.kernels == "fused") and not cuda.get(variant.framework, False):
         return "no CUDA device"
     return None

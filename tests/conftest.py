@@ -14,6 +14,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # before Triton is imported: it decides then
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tests.helpers import DEMO, checkpoint
 
 

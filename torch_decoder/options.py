@@ -11,6 +11,7 @@ import torch
 from .buckets import check_buckets
 from .checkpoint import DTYPES
 from .errors import ConfigError, DeviceError
+from .kernels import why_not_fused
 from .model import KERNELS
 from .requests import integer
 from .runner import check_launch
@@ -52,6 +53,8 @@ class Options:
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", integer(self.memory_budget, "memory_budget", 1))
         object.__setattr__(self, "kernels", "plain" if self.kernels == "auto" else self.kernels)
+        if self.kernels == "fused" and (reason := why_not_fused(self.place)) is not None:
+            raise DeviceError(reason)
         object.__setattr__(self, "launch", check_launch(self.launch, self.place))
         object.__setattr__(self, "buckets", check_buckets(self.buckets, self.max_batch))
 

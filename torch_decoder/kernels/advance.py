@@ -7,13 +7,19 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .tiles import overlap
 
 CHUNK = 4096  # logits of one program of the first kernel
 
 
 @triton.jit
-def _summarise(logits, summary, V, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
+def _summarise(logits, summary, V, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr):
     """Of each chunk of a row: its largest logit, that one's lowest id, and the sum of exponentials below it."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits + row.to(tl.int64) * V + ids, mask=ids < V, other=float("-inf"))
@@ -47,8 +53,12 @@ def _advance(
     CP: tl.constexpr,
     GREEDY: tl.constexpr,
     IDLE_TO_FAILED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One row: what ``decode._advance`` does, in the same order."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     RUNNING: tl.constexpr = IDLE_TO_FAILED[1]
     STOPPED: tl.constexpr = IDLE_TO_FAILED[2]
     LENGTH: tl.constexpr = IDLE_TO_FAILED[3]
@@ -95,7 +105,7 @@ def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...]) 
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     summary = torch.empty(rows * chunks * 3, dtype=torch.float32, device=logits.device)
-    _summarise[(rows, chunks)](logits, summary, vocabulary, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8)
+    _summarise[(rows, chunks)](logits, summary, vocabulary, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **overlap())
     _advance[(rows,)](
         logits,
         summary,
@@ -116,4 +126,5 @@ def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...]) 
         GREEDY=chosen is None,
         IDLE_TO_FAILED=statuses,
         num_warps=1,
+        **overlap(),
     )

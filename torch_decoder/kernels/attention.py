@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import MIN_DOT
+from .tiles import MIN_DOT, overlap
 
 SPLIT = 256  # slots of one program
 BLOCK = 64  # of which so many at a time
@@ -60,7 +61,11 @@ def _attend(
     BLOCK: tl.constexpr,
     GP: tl.constexpr,
     HP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     G: tl.constexpr = N // KV
     position = tl.load(positions + row)
@@ -100,8 +105,8 @@ def _attend(
         sum1 += v1.to(tl.float32)[None, :]
         sum2 += v2.to(tl.float32)[None, :]
     # Slots before the newest token's.
-    for base in range(tl.maximum(split * SPLIT, start // BLOCK * BLOCK), tl.minimum((split + 1) * SPLIT, position), BLOCK):
-        slots = base + tl.arange(0, BLOCK)
+    for block in range(tl.maximum(split * SPLIT, start // BLOCK * BLOCK), tl.minimum((split + 1) * SPLIT, position), BLOCK):
+        slots = block + tl.arange(0, BLOCK)
         seen = (slots >= start) & (slots < position)
         # Selected away when loaded: a score of minus infinity would still multiply a NaN that lies there.
         place = slots[:, None] * H + half[None, :]
@@ -141,8 +146,8 @@ def _attend(
             highest = tl.full([GP], float("-inf"), tl.float32)
             total = tl.zeros([GP], tl.float32)
             sum1, sum2 = tl.zeros([GP, HP], tl.float32), tl.zeros([GP, HP], tl.float32)
-            for other in range(first_split, last_split + 1):
-                theirs = base + other * N * WIDTH
+            for part in range(first_split, last_split + 1):
+                theirs = base + part * N * WIDTH
                 high = tl.load(theirs, mask=in_group, other=0.0, cache_modifier=".cg")
                 higher = tl.maximum(highest, high)
                 kept, taken = tl.exp(highest - higher), tl.exp(high - higher)
@@ -205,5 +210,6 @@ def attend(
         GP=max(MIN_DOT, triton.next_power_of_2(num_heads // kv_heads)),
         HP=max(MIN_DOT, triton.next_power_of_2(width // 2)),
         num_warps=4,
+        **overlap(),
     )
     return out

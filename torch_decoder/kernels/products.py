@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import MIN_DOT, Tile, tile_for
+from .tiles import MIN_DOT, Tile, overlap, tile_for
 
 # Products of normalised rows are scaled when they are finished, so that rows are read once; until
 # then float16 needs room above the largest activation. A power of two costs no bits.
@@ -39,21 +40,34 @@ def _numbers(x, columns, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _product_of_one(x, norm, weight, rows, in_rows, other, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):
+def _product_of_one(
+    x, norm, weight, rows, in_rows, other, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr
+):
     """float32 [BN] (and, if GATED, of the rows ``other``) of one normalised row with a weight."""
+    columns = tl.arange(0, BK)
+    piece = _tile(weight, rows, columns, in_rows, K, BK)
+    piece_other = piece
+    if GATED:
+        piece_other = _tile(weight, other, columns, in_rows, K, BK)
+    if OVERLAP:  # weights do not depend on the kernel before this one: they are under way while it ends
+        gdc_launch_dependents()
+        gdc_wait()
     total = tl.zeros([BN, BK], tl.float32)
     total_other = tl.zeros([BN, BK], tl.float32)
     squares = tl.zeros([BK], tl.float32)
     for k in range(0, K, BK):
-        columns = k + tl.arange(0, BK)
-        piece = _tile(weight, rows, columns, in_rows, K, BK).to(tl.float32)
         value = _numbers(x, columns, K, BK)
         if NORM:
             squares += value * value
             value = value * _numbers(norm, columns, K, BK)
-        total += piece * value[None, :]
+        total += piece.to(tl.float32) * value[None, :]
         if GATED:
-            total_other += _tile(weight, other, columns, in_rows, K, BK).to(tl.float32) * value[None, :]
+            total_other += piece_other.to(tl.float32) * value[None, :]
+        if k + BK < K:
+            columns += BK
+            piece = _tile(weight, rows, columns, in_rows, K, BK)
+            if GATED:
+                piece_other = _tile(weight, other, columns, in_rows, K, BK)
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -62,9 +76,27 @@ def _product_of_one(x, norm, weight, rows, in_rows, other, eps, K: tl.constexpr,
 
 @triton.jit
 def _product_of_many(
-    x, norm, weight, rows, in_rows, other, eps, count, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BB: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, HEADROOM: tl.constexpr
+    x,
+    norm,
+    weight,
+    rows,
+    in_rows,
+    other,
+    eps,
+    count,
+    K: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BB: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    HEADROOM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """float32 [BN, BB]: as ``_product_of_one`` for ``count`` <= BB rows."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     batch = tl.arange(0, BB)
     total = tl.zeros([BN, BB], tl.float32)
     total_other = tl.zeros([BN, BB], tl.float32)
@@ -107,15 +139,16 @@ def _product(
     GATED: tl.constexpr,
     ADD: tl.constexpr,
     HEADROOM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[b, n] = (norm(x[b]) . weight[n] + bias[n]), gated by row n + N of the weight, plus residual[b, n]."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     in_rows = rows < N
     other = rows + N
     if BB == 1:
-        y, z = _product_of_one(x, norm, weight, rows, in_rows, other, eps, K, BN, BK, NORM, GATED)
+        y, z = _product_of_one(x, norm, weight, rows, in_rows, other, eps, K, BN, BK, NORM, GATED, OVERLAP)
     else:
-        y, z = _product_of_many(x, norm, weight, rows, in_rows, other, eps, count, K, BN, BK, BB, NORM, GATED, HEADROOM)
+        y, z = _product_of_many(x, norm, weight, rows, in_rows, other, eps, count, K, BN, BK, BB, NORM, GATED, HEADROOM, OVERLAP)
     if BIAS:
         first = tl.load(bias + rows, mask=in_rows, other=0.0).to(tl.float32)
         y += first if BB == 1 else first[:, None]
@@ -160,11 +193,14 @@ def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Te
         ADD=residual is not None,
         HEADROOM=_HEADROOM,
         num_warps=tile.warps,
+        **overlap(),
     )
     return out
 
 
-def norm_linear(x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, out_dtype: torch.dtype) -> Float[Tensor, "B N"]:
+def norm_linear(
+    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, out_dtype: torch.dtype
+) -> Float[Tensor, "B N"]:
     """``linear(rms_norm(x, norm, eps), weight, bias)``, sums in float32."""
     return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype), False)
 

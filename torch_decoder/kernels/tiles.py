@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+# Programmatic dependent launch (Hopper and newer): a kernel starts while the one before it ends.
+OVERLAP = False
 MIN_DOT = 16  # the smallest side that tensor cores take
+
+
+def overlap() -> dict[str, Any]:
+    """Launch arguments of a kernel that may start early: each must wait before it reads or writes."""
+    return {"OVERLAP": True, "launch_pdl": True} if OVERLAP else {"OVERLAP": False}
 
 
 class Tile(NamedTuple):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
-from tests.helpers import FAMILIES, P24, decoder, numpy
+from tests.helpers import FAMILIES, P24, ROOT, decoder, numpy
 from torch_decoder import ConfigError, Decoder, DeviceError
 from torch_decoder.decode import FAILED, IDLE, LENGTH, RUNNING, STOPPED, DecodeState, _advance
 from torch_decoder.kernels import plain, why_not_fused
@@ -239,3 +244,13 @@ def test_where_they_cannot_run_the_remedy_is_named(strong, monkeypatch):
     assert "pip install triton" in why_not_fused(torch.device("cuda"))
     with pytest.raises(ConfigError, match="kernels is 'flash'"):
         Decoder.from_pretrained(strong("llama"), device="cpu", kernels="flash")
+
+
+def test_every_kernel_compiles_for_hopper_without_spills():
+    """The interpreter takes programs that the compiler does not; the compiler needs no GPU."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-m", "tests.hopper"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) > 20
+    assert {name: r for name, r in found.items() if r["stack"] or r["local"] or r["reg"] > 168} == {}

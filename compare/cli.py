@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: %(default)s")
     program.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
     program.add_argument("--kind", default="greedy", choices=("greedy", "sampled"), help="default: %(default)s")
+    program.add_argument("--kernels", default="plain", choices=("plain", "fused"), help="default: %(default)s")
     program.add_argument("--max-seq-len", type=int, default=1024, help="cache length in tokens (default: %(default)s)")
     program.add_argument("--xla-flag", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option of your own; repeatable")
     program.add_argument("--dump", metavar="DIR", help="keep XLA's texts (HLO, buffers, thunks) in this folder")
@@ -157,7 +158,7 @@ def _program(args: argparse.Namespace) -> int:
     for name in ("batch", "max_seq_len"):
         if getattr(args, name) < 1:
             raise results.ResultError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
-    found = describe(args.model, args.dtype, args.batch, args.kind, args.max_seq_len, xla_settings(args.xla_flag, False)[1], args.dump)
+    found = describe(args.model, args.dtype, args.batch, args.kind, args.max_seq_len, xla_settings(args.xla_flag, False)[1], args.dump, args.kernels)
     print(json.dumps(found) if args.json else "\n".join(lines(found)))
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -56,7 +57,9 @@ def _installed(name: str) -> bool:
         return False
 
 
-def describe(model: str, dtype: str, batch: int, kind: str, max_seq_len: int, options: dict[str, str] | None = None, dump: str | None = None) -> dict[str, Any]:
+def describe(
+    model: str, dtype: str, batch: int, kind: str, max_seq_len: int, options: dict[str, str] | None = None, dump: str | None = None, kernels: str = "plain"
+) -> dict[str, Any]:
     """Compile the step of ``batch`` rows, ``kind`` greedy or sampled, and describe the program.
 
     Gives ``arguments`` and ``state_arrays`` (numbers of arrays), ``commands`` in the command
@@ -65,19 +68,27 @@ def describe(model: str, dtype: str, batch: int, kind: str, max_seq_len: int, op
     ``copied`` (elements of every copy in the program). ``dump`` keeps XLA's texts in a folder.
     Raises ResultError with XLA's message if it does not compile.
     """
-    job = {"model": model, "dtype": dtype, "batch": batch, "kind": kind, "max_seq_len": max_seq_len, "options": options or {}, "dump": dump}
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    job = {"model": model, "dtype": dtype, "batch": batch, "kind": kind, "max_seq_len": max_seq_len, "options": options or {}, "dump": dump, "kernels": kernels}
+    environ = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "DECODE_PALLAS_INTERPRET": "0",
+    }
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), *compiler_path(), os.environ.get("PYTHONPATH")]))
     done = subprocess.run([sys.executable, "-m", "compare.program", json.dumps(job)], env=environ, capture_output=True, text=True)
     if done.returncode:
-        raise ResultError(f"{model} does not compile for a GPU: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        errors = [line for line in done.stderr.splitlines() if re.match(r"[\w.]+(Error|Exception): ", line)]
+        raise ResultError(f"{model} does not compile for a GPU: {(errors or done.stderr.strip().splitlines() or ['no message'])[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found["kinds"].items())
     return [
-        f"{found['model']}, batch {found['batch']}, {found['kind']}, for an {found['device']} (jaxlib {found['jaxlib']})",
+        f"{found['model']}, batch {found['batch']}, {found['kind']}, {found['kernels']} kernels, for an {found['device']} (jaxlib {found['jaxlib']})",
         f"commands in {len(found['buffers'])} command buffer{'s' * (len(found['buffers']) != 1)}  {found['commands']} ({kinds})",
         f"launched outside of them       {', '.join(found['outside']) or 'nothing'}",
         f"arrays passed at each step     {found['arguments']}, of which {found['state_arrays']} are the state",
@@ -89,7 +100,6 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def _compile(job: dict[str, Any]) -> dict[str, Any]:
     """In the child process: see ``describe``."""
-    import re
     from tempfile import TemporaryDirectory
 
     import jax
@@ -105,26 +115,29 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     from .models import model_config
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
-    place = NamedSharding(topologies.make_mesh(topology, (1,), ("device",)), PartitionSpec())
+    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    place = NamedSharding(mesh, PartitionSpec())
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     config, dtype, length = model_config(job["model"], "jax"), jnp.dtype(job["dtype"]), job["max_seq_len"]
-    model = abstract_model(config, length, "stacked", dtype)
+    model = abstract_model(config, length, "stacked", dtype, job["kernels"])
     programs = Programs(model, placed(flatten_model(model)), 512)
     state = placed(jax.eval_shape(lambda: make_state(config, job["batch"], length, dtype, "stacked")))
     with TemporaryDirectory() as folder:
         folder = job["dump"] or folder
         options = {**xla_flags.step_options(True, "gpu"), **job["options"], thunks.DUMP: folder}
-        compiled = programs.lower_step(state, job["kind"]).compile(compiler_options=options)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells Pallas which device it lowers for
+            lowered = programs.lower_step(state, job["kind"])
+        compiled = lowered.compile(compiler_options=options)
         found = thunks.from_dump(folder)
     assert found is not None, "XLA wrote no list of thunks"
     text, memory = compiled.as_text(), compiled.memory_analysis()
     copies = re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|copy-start|transpose)\(", text)
     arrays = jax.tree.leaves(state)
     return {
-        **{name: job[name] for name in ("model", "dtype", "batch", "kind", "max_seq_len")},
+        **{name: job[name] for name in ("model", "dtype", "batch", "kind", "kernels", "max_seq_len")},
         "device": "NVIDIA H200",
         "jaxlib": jax.lib.__version__,
         "arguments": len(programs.weights) + len(arrays),

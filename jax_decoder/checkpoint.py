@@ -173,9 +173,9 @@ def unpack(config: ModelConfig, packing: str, parameters: Mapping[str, jax.Array
     return tree
 
 
-def abstract_model(config: ModelConfig, max_seq_len: int, packing: str, dtype: jnp.dtype) -> Model:
+def abstract_model(config: ModelConfig, max_seq_len: int, packing: str, dtype: jnp.dtype, kernels: str = "plain") -> Model:
     """The module tree with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: Model(config, max_seq_len, packing, dtype))
+    return nnx.eval_shape(lambda: Model(config, max_seq_len, packing, dtype, kernels))
 
 
 def parameter_shapes(model: Model) -> dict[str, tuple[int, ...]]:
@@ -189,19 +189,19 @@ def flatten_model(model: Model) -> dict[str, Any]:
     return {".".join(str(key.key) for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(pure)}
 
 
-def load_parameters(directory: str | Path, dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str) -> tuple[Model, dict[str, jax.Array]]:
+def load_parameters(directory: str | Path, dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str, kernels: str = "plain") -> tuple[Model, dict[str, jax.Array]]:
     """The abstract model of a directory, and its parameters with the rotary table, by name."""
     directory = resolve_directory(directory)
     config = ModelConfig.from_directory(directory)
-    return build_parameters(config, read_tensors(directory, config), dtype, placement, max_seq_len, packing)
+    return build_parameters(config, read_tensors(directory, config), dtype, placement, max_seq_len, packing, kernels)
 
 
 def build_parameters(
-    config: ModelConfig, tensors: Iterator[tuple[str, Any]], dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str
+    config: ModelConfig, tensors: Iterator[tuple[str, Any]], dtype: jnp.dtype, placement: Placement, max_seq_len: int, packing: str, kernels: str = "plain"
 ) -> tuple[Model, dict[str, jax.Array]]:
     """The abstract model of a config, and its parameters filled from (name, array) pairs."""
     first = next(tensors)  # checks a whole directory before anything is allocated
-    model = abstract_model(config, max_seq_len, packing, dtype)
+    model = abstract_model(config, max_seq_len, packing, dtype, kernels)
     parameters = pack(_chain(first, tensors), config, model, dtype, placement)
     table_place = placement("rope", ()) if callable(placement) else placement
     parameters["rope"] = jax.device_put(rope_table(config, max_seq_len), table_place)

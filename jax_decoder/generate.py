@@ -18,6 +18,7 @@ from .config import ModelConfig
 from .decode import FAILED, RUNNING, STATE_FIELDS, STOPPED, DecodeState
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
+from .model import check_fused
 from .options import Options
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
 from .runner import LOOP_STEPS, StepFailed, StepRunner
@@ -125,9 +126,11 @@ class Decoder:
 
     @classmethod
     def _build(cls, config: ModelConfig, tensors: Iterator[tuple[str, Any]], tokenizer: Tokenizer, options: Options) -> Decoder:
+        if options.kernels == "fused":
+            check_fused(config)
         place, dtype = options.place, options.jax_dtype
         memory = plan_memory(config, options.buckets, options.max_seq_len, dtype, options.packing, options.memory_budget or available_bytes(place))
-        model, parameters = build_parameters(config, tensors, dtype, jax.sharding.SingleDeviceSharding(place), options.max_seq_len, options.packing)
+        model, parameters = build_parameters(config, tensors, dtype, jax.sharding.SingleDeviceSharding(place), options.max_seq_len, options.packing, options.kernels)
         runner = StepRunner(model, parameters, options.launch, options.buckets, dtype, place, strict=options.strict)
         decoder = cls(runner, tokenizer, memory)
         if options.capture == "ahead":
@@ -346,7 +349,7 @@ class Decoder:
         plan = self._runner.plan(self.max_batch)
         return {
             "launch": self._runner.launch,
-            "kernels": "plain",
+            "kernels": self._runner.kernels,
             "packing": self._runner.packing,
             "buckets": list(self._runner.buckets),
             "graphs": self._runner.accounts(),

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from .buckets import check_buckets
 from .checkpoint import DTYPES
 from .errors import ConfigError, DeviceError
+from .kernels.tiles import interpreted
+from .model import KERNELS
 from .requests import integer
 from .runner import check_launch
 
 CAPTURES = ("lazy", "ahead")
-KERNELS = ("plain",)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Options:
         if self.memory_budget is not None:
             object.__setattr__(self, "memory_budget", integer(self.memory_budget, "memory_budget", 1))
         object.__setattr__(self, "kernels", "plain" if self.kernels == "auto" else self.kernels)
+        if self.kernels == "fused" and self.place.platform != "gpu" and not interpreted():
+            raise DeviceError(
+                f"fused kernels need a CUDA device, and the device is a {self.place.platform}: use kernels='plain' (DECODE_PALLAS_INTERPRET=1 runs them on a CPU, for tests)"
+            )
         object.__setattr__(self, "launch", check_launch(self.launch, self.place.platform))
         object.__setattr__(self, "buckets", check_buckets(self.buckets, self.max_batch))
 
@@ -67,7 +72,7 @@ class Options:
     @property
     def packing(self) -> str:
         """How weights lie: many arrays cost the host time on a GPU, stacked ones are copied on a CPU."""
-        return "stacked" if self.place.platform == "gpu" else "separate"
+        return "stacked" if self.place.platform == "gpu" or self.kernels == "fused" else "separate"
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -51,6 +51,7 @@ class GraphKey(NamedTuple):
     steps: int
     dtype: str
     packing: str
+    kernels: str
     max_seq_len: int
 
 
@@ -114,7 +115,7 @@ class StepRunner:
         compile: Compile = compile_lowered,
         strict: bool = False,
     ):
-        self.config, self.max_seq_len, self.packing = model.config, model.max_seq_len, model.packing
+        self.config, self.max_seq_len, self.packing, self.kernels = model.config, model.max_seq_len, model.packing, model.kernels
         self.launch, self.buckets, self.dtype, self.device, self.strict = launch, buckets, dtype, device, strict
         chunk = min(PREFILL_CHUNK["gpu" if device.platform == "gpu" else "cpu"], model.max_seq_len)
         self.programs = Programs(model, parameters, chunk)
@@ -250,7 +251,7 @@ class StepRunner:
         return state
 
     def _key(self, state: DecodeState, kind: str, steps: int = 1) -> GraphKey:
-        return GraphKey(state.batch, kind, steps, self.dtype.name, self.packing, self.max_seq_len)
+        return GraphKey(state.batch, kind, steps, self.dtype.name, self.packing, self.kernels, self.max_seq_len)
 
     def _records(self, key: GraphKey) -> bool:
         return self.launch in GRAPH_LAUNCHES and key not in self.fallbacks

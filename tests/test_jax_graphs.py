@@ -242,8 +242,8 @@ def test_each_part_of_the_key_is_part_of_the_key(path, field):
         runner = made._runner
         state = runner.new_state(2)
         key = runner._key(state, "greedy")
-        other = {"bucket": 4, "kind": "sampled", "steps": 4, "dtype": "float16", "packing": "stacked", "max_seq_len": 65}[field]
-        if field in ("packing", "max_seq_len"):
+        other = {"bucket": 4, "kind": "sampled", "steps": 4, "dtype": "float16", "packing": "stacked", "kernels": "fused", "max_seq_len": 65}[field]
+        if field in ("packing", "kernels", "max_seq_len"):
             setattr(runner, field, other)
         elif field == "dtype":
             runner.dtype = jnp.dtype(other)

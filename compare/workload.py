@@ -67,6 +67,9 @@ VARIANTS = (
     Variant("jax", "command_buffer"),
     Variant("jax", "command_buffer", "plain", "sampled"),
     Variant("jax", "device_loop"),
+    Variant("jax", "jit", "fused"),
+    Variant("jax", "command_buffer", "fused"),
+    Variant("jax", "command_buffer", "fused", "sampled"),
 )
 # The launch mode of each framework that runs the same step without a graph.
 WITHOUT_GRAPH = {"torch": "eager", "jax": "jit"}

@@ -14,8 +14,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # before Triton is imported: it decides then
+if not torch.cuda.is_available():  # kernels are interpreted; Triton decides when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("DECODE_PALLAS_INTERPRET", "1")
 
 from tests.helpers import DEMO, checkpoint
 

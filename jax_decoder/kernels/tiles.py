@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
+
+import jax
 
 MIN_DOT = 16  # the smallest side that tensor cores take
 FUSED_ROWS = MIN_DOT  # the most rows that fused kernels take
@@ -20,12 +25,26 @@ class Tile(NamedTuple):
 def tile_for(rows: int, inner: int, batch: int, gated: bool) -> Tile:
     """A tile that divides a [rows, inner] weight, for ``batch`` rows of input; ``gated`` reads two such weights.
 
-    The heuristic: enough programs to keep every multiprocessor loading, each with some thousand
-    numbers in flight.
+    Measured ones come from tiles.json (``scripts/tune_tiles``); others from a heuristic: enough
+    programs to keep every multiprocessor loading, each with some thousand numbers in flight.
     """
+    measured = _measured().get(key(rows, inner, batch, gated))
+    if measured is not None and rows % measured[0] == 0 and inner % measured[1] == 0:
+        return Tile(*measured)
     if batch > 1:
         return Tile(_divisor(rows, MIN_DOT if rows <= 4096 else 2 * MIN_DOT), _divisor(inner, 128), 4)
     return Tile(_divisor(rows, 8 if rows >= 65536 else 2 if rows <= 4096 or gated else 4), _divisor(inner, 1024), 4)
+
+
+def key(rows: int, inner: int, batch: int, gated: bool) -> str:
+    """The name of a shape in tiles.json."""
+    return f"{rows}x{inner}{' gated' * gated}{' many' * (batch > 1)}"
+
+
+@lru_cache
+def _measured() -> dict[str, list[int]]:
+    """Measured tiles of this machine's GPU, by ``key``."""
+    return json.loads(Path(__file__).with_name("tiles.json").read_text()).get(jax.devices()[0].device_kind, {})
 
 
 def padded_rows(batch: int) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 # Programmatic dependent launch (Hopper and newer): a kernel starts while the one before it ends.
 OVERLAP = False
@@ -25,15 +30,30 @@ class Tile(NamedTuple):
 def tile_for(rows: int, inner: int, batch: int, gated: bool) -> Tile:
     """A tile for a [rows, inner] weight and ``batch`` rows of input; ``gated`` reads two such weights.
 
-    The heuristic: enough programs to keep every multiprocessor loading, each with 4,096 or more
-    numbers in flight.
+    Measured ones come from tiles.json (``scripts/tune_tiles``); others from a heuristic: enough
+    programs to keep every multiprocessor loading, each with some thousand numbers in flight.
     """
+    if (measured := _measured().get(key(rows, inner, batch, gated))) is not None:
+        return Tile(*measured)
     if batch > 1:
         return Tile(MIN_DOT if rows <= 4096 else 2 * MIN_DOT, 128 if inner >= 128 else max(MIN_DOT, _power_of_2_above(inner)), 4)
     columns = min(1024, _power_of_2_above(inner))
     if rows >= 65536:
         return Tile(8, columns, 4)
     return Tile(2 if rows <= 4096 or gated else 4, columns, 4)
+
+
+def key(rows: int, inner: int, batch: int, gated: bool) -> str:
+    """The name of a shape in tiles.json."""
+    return f"{rows}x{inner}{' gated' * gated}{' many' * (batch > 1)}"
+
+
+@lru_cache
+def _measured() -> dict[str, list[int]]:
+    """Measured tiles of this machine's GPU, by ``key``."""
+    if not torch.cuda.is_available():
+        return {}
+    return json.loads(Path(__file__).with_name("tiles.json").read_text()).get(torch.cuda.get_device_name(), {})
 
 
 def _power_of_2_above(n: int) -> int:

@@ -15,7 +15,7 @@ from torch_decoder import DecoderError as TorchError
 
 from . import results
 from .timing import MeasurementError
-from .workload import VARIANTS, Workload
+from .workload import VARIANTS, Variant, Workload
 
 DEMO_MODEL = "models/smollm2-135m-instruct"
 
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--rounds", type=int, default=12, help="timed blocks of steps for each variant: 4 on a CPU, 32 on a GPU (default: %(default)s)")
     run.add_argument("--repeats", type=int, default=3, help="timed generations for each variant (default: %(default)s)")
     run.add_argument("--only", nargs="+", metavar="WORD", help="only variants whose label holds one of these words")
+    run.add_argument("--without", nargs="+", metavar="WORD", default=[], help="no variant whose label holds one of these words")
     run.add_argument("--no-ledger", action="store_true", help="do not count driver calls (on a GPU they are counted in processes of their own)")
     run.add_argument("--xla-flags", action="store_true", help="give this project's XLA flags to the JAX worker as XLA_FLAGS, not as compiler options alone")
     run.add_argument(
@@ -78,9 +79,7 @@ def _run(args: argparse.Namespace) -> int:
 
     workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len)
     model_config(workload.model)  # bad input is found before any worker starts
-    variants = [v for v in VARIANTS if not args.only or any(word in v.label().split() for word in args.only)]
-    if not variants:
-        raise results.ResultError(f"--only {' '.join(args.only)} matches no variant, expected words of: {', '.join(v.label() for v in VARIANTS)}")
+    variants = chosen(args.only, args.without)
     result = compare(workload, variants, Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags)))
     results.save(result, Path(args.out))
     if args.report:
@@ -94,6 +93,16 @@ def _run(args: argparse.Namespace) -> int:
     verdicts = [v["parity"]["verdict"] for v in result["variants"] if "parity" in v]
     crashed = [v for v in result["variants"] if "worker ended" in v.get("not_measured", "")]
     return 0 if verdicts and set(verdicts) == {"pass"} and not crashed else 1
+
+
+def chosen(only: Sequence[str] | None, without: Sequence[str]) -> list[Variant]:
+    """The variants whose labels hold a word of ``only``, if there are any, and none of ``without``. ResultError if none is left."""
+    words = {v: v.label().split() for v in VARIANTS}
+    found = [v for v in VARIANTS if (not only or set(only) & set(words[v])) and not set(without) & set(words[v])]
+    if not found:
+        asked = " ".join([*(["--only", *only] if only else []), *(["--without", *without] if without else [])])
+        raise results.ResultError(f"{asked} leaves no variant, expected words of: {', '.join(v.label() for v in VARIANTS)}")
+    return found
 
 
 def xla_settings(words: Sequence[str], in_environment: bool) -> tuple[str, dict[str, str]]:

@@ -303,7 +303,8 @@ def _failing(job, folder):
         (["run", "--dtype", "int8"], "int8"),
         (["run", "--batch", "0"], "batch"),
         (["parity", "--model", "/no/such/model"], "/no/such/model"),
-        (["run", "--only", "nothing"], "--only"),
+        (["run", "--only", "nothing"], "--only nothing leaves no variant"),
+        (["run", "--only", "torch", "--without", "torch"], "--without torch leaves no variant"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments, word, capsys, strong):

@@ -57,14 +57,15 @@ def ledger():
 # ---- graph on against off ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("bucket", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("which", DECODERS)
-def test_256_steps_differ_in_no_bit(which, bucket, kind, strong):
+def test_256_steps_differ_in_no_bit(which, bucket, kind, kernels, strong):
     """Every number of live rows: tokens, logits, cache, ring and log-probabilities."""
     path, states = strong("qwen3"), {}
     for launch in (PLAIN[which], GRAPH[which]):
-        with open_one(which, path, launch, max_batch=bucket, buckets=[bucket]) as d:
+        with open_one(which, path, launch, max_batch=bucket, buckets=[bucket], kernels=kernels) as d:
             for rows in range(1, bucket + 1):
                 handle = d.prefill(PROMPTS[:rows], sampling=sampling(which, kind))
                 states[launch, rows] = live_rows(d.decode_steps(handle, 256))
@@ -114,11 +115,12 @@ def test_nothing_moves_in_a_thousand_steps(which, strong):
 
 
 @needs_cupti
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("which", DECODERS)
-def test_a_step_is_one_launch(which, kind, strong, ledger):
+def test_a_step_is_one_launch(which, kind, kernels, strong, ledger):
     for launch, graphs in ((GRAPH[which], 20), (PLAIN[which], 0)):
-        with open_one(which, strong("qwen3"), launch) as d:
+        with open_one(which, strong("qwen3"), launch, kernels=kernels) as d:
             handle = d.decode_steps(d.prefill(PROMPTS[:3], sampling=sampling(which, kind)), 10)
             numpy(handle.tokens)
 

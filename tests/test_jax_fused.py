@@ -141,7 +141,7 @@ def logits_of(path, kernels: str, prompts: list[list[int]], steps: int, dtype: s
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_equal_plain_ones_for_every_family(family, rows, strong):
     prompts = [P24[:5], P24[5:17], [9]][:rows]
-    ours, theirs = (logits_of(strong(family), kernels, prompts, 3) for kernels in ("fused", "plain"))
+    ours, theirs = (logits_of(strong(family, head_dim=32), kernels, prompts, 3) for kernels in ("fused", "plain"))
     assert np.abs(ours[0] - theirs[0]).max() < 1e-3
     assert ours[1] == theirs[1]
 
@@ -154,7 +154,7 @@ def test_steps_in_bfloat16_are_as_exact_as_plain_ones(strong):
 
 def test_a_sampled_step_takes_the_plain_choice(strong):
     settings = Sampling(temperature=0.9, top_p=0.8, seed=3)
-    ours, theirs = (logits_of(strong("llama"), kernels, [P24[:4]], 1, sampling=settings)[1] for kernels in ("fused", "plain"))
+    ours, theirs = (logits_of(strong("llama", head_dim=32), kernels, [P24[:4]], 1, sampling=settings)[1] for kernels in ("fused", "plain"))
     assert ours == theirs
 
 
@@ -162,17 +162,17 @@ def test_a_broken_kernel_is_seen(strong, monkeypatch):
     """The control: a residual that is left out."""
     real = products.linear_add
     monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual: real(x, weight, bias, jnp.zeros_like(residual)))
-    ours = logits_of(strong("llama"), "fused", [P24[:5]], 1)[0]
-    assert np.abs(ours - logits_of(strong("llama"), "plain", [P24[:5]], 1)[0]).max() > 0.1
+    ours = logits_of(strong("llama", head_dim=32), "fused", [P24[:5]], 1)[0]
+    assert np.abs(ours - logits_of(strong("llama", head_dim=32), "plain", [P24[:5]], 1)[0]).max() > 0.1
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU here")
 def test_where_they_cannot_run_the_remedy_is_named(strong, monkeypatch):
     monkeypatch.delenv("DECODE_PALLAS_INTERPRET", raising=False)
     with pytest.raises(DeviceError, match="fused kernels need a CUDA device, and the device is a cpu: use kernels='plain'"):
-        Decoder.from_pretrained(strong("llama"), device="cpu", kernels="fused")
+        Decoder.from_pretrained(strong("llama", head_dim=32), device="cpu", kernels="fused")
     config = ModelConfig.from_directory(strong("llama"))
-    with pytest.raises(ConfigError, match=rf"head_dim {config.head_dim}.*use kernels='plain'"):
+    with pytest.raises(ConfigError, match=r"head_dim 16, which must be .* at least 32: use kernels='plain'"):
         check_fused(config)
 
 

@@ -104,7 +104,7 @@ class DecoderArm:
         if self.variant.launch not in NEEDS_CUDA or not graphs:
             return {}
         nodes = {} if graphs[0]["nodes"] is None else {"kernels_per_step": graphs[0]["nodes"]}
-        return {**nodes, **{name: graphs[0][name] for name in ("capture_s", "instantiate_s", "graph_bytes") if graphs[0].get(name) is not None}}
+        return {**nodes, **{name: graphs[0][name] for name in ("capture_s", "instantiate_s", "warm_up_bytes", "graph_bytes") if graphs[0].get(name) is not None}}
 
     def check_launch(self) -> None:
         """Raise MeasurementError if the variant ran another way than its name says."""

@@ -521,3 +521,16 @@ def test_reports_are_plain_data(graphs):
     report = json.loads(json.dumps(graphs.launch_report()))
     assert report["graphs"][0]["bucket"] == 2 and report["memory_map"][0]["offset"] == 0
     assert np.prod(report["memory_map"][0]["shape"]) * 4 == report["memory_map"][0]["bytes"]
+
+
+def test_memory_of_warm_up_and_of_the_graph_are_counted_apart(path):
+    """A library's workspace of 32 MiB, taken once at the first warm-up, is no part of a graph."""
+    with graph_decoder(path) as made:
+        backend, free = made.backend, [10_000]
+        backend.free_bytes = lambda: free[0]
+        real_warm_up, real_capture = backend.warm_up, backend.capture
+        backend.warm_up = lambda step, times: (real_warm_up(step, times), free.__setitem__(0, free[0] - 3200))
+        backend.capture = lambda step: (free.__setitem__(0, free[0] - 17), real_capture(step))[1]
+        made.generate([[5, 6, 7]], max_new_tokens=2)
+        (report,) = reports(made).values()
+        assert (report["warm_up_bytes"], report["graph_bytes"]) == (3200, 17)

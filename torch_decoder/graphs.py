@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,7 @@ class Recorded:
     warm_up_s: float
     capture_s: float
     instantiate_s: float
+    warm_up_bytes: int | None  # libraries' workspaces and loaded kernels; they serve later graphs, too
     graph_bytes: int | None
     checked: bool = False  # the addresses, since someone last had a chance to move something
 
@@ -89,16 +91,19 @@ def record(
     the backend raises (see RECOVERABLE), with the state as it was.
     """
     with _no_collection(), keeping():
-        free, clock = backend.free_bytes(), _Stopwatch()
+        free = [backend.free_bytes()]
+        clock = _Stopwatch()
         backend.warm_up(step, WARM_UP_STEPS)  # lazy library set-up must not be recorded
         warm_up_s = clock.lap()
+        free.append(backend.free_bytes())
+        clock.lap()
         captured = backend.capture(step)
         capture_s = clock.lap()
         graph = backend.instantiate(captured) if loop_flag is None else backend.instantiate_loop(captured, loop_flag)
         instantiate_s = clock.lap()
-    left = backend.free_bytes()
-    used = None if free is None or left is None else free - left
-    return Recorded(graph, addresses(), warm_up_s, capture_s, instantiate_s, used)
+    free.append(backend.free_bytes())
+    warm_up_bytes, graph_bytes = (None if a is None or b is None else a - b for a, b in pairwise(free))
+    return Recorded(graph, addresses(), warm_up_s, capture_s, instantiate_s, warm_up_bytes, graph_bytes)
 
 
 class _Stopwatch:

@@ -57,6 +57,7 @@ class StepAccount:
     warm_up_s: float | None = None
     capture_s: float | None = None
     instantiate_s: float | None = None
+    warm_up_bytes: int | None = None
     graph_bytes: int | None = None
 
 
@@ -259,7 +260,7 @@ class StepRunner:
             recorded = record(step, self.backend, self._addresses, partial(_kept, state, self._control), self._control[2] if key.loop else None)
             self._graphs[key] = recorded
             account = self._account(key)
-            account.nodes, account.graph_bytes = recorded.graph.nodes, recorded.graph_bytes
+            account.nodes, account.warm_up_bytes, account.graph_bytes = recorded.graph.nodes, recorded.warm_up_bytes, recorded.graph_bytes
             account.warm_up_s, account.capture_s, account.instantiate_s = recorded.warm_up_s, recorded.capture_s, recorded.instantiate_s
         return self._graphs[key]
 

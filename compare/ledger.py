@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from .arms import open_arms
 from .workload import Variant, Workload
 
 STEPS = 20
@@ -75,8 +76,6 @@ class Ledger:
 
 def count_variants(workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]]) -> list[dict[str, Any]]:
     """For each variant that starts: framework, launch, kernels, sampling and ``ledger`` (see ``count_steps``)."""
-    from .worker import open_arms
-
     try:
         ledger = Ledger()
     except LedgerError as error:

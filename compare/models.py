@@ -61,6 +61,13 @@ def tokenizer_of(model: str | Path) -> Any:
     return Tokenizer(None if shapes.is_shape(str(model)) else directory_of(model))
 
 
+def weight_bytes(config: Any, dtype: str) -> int:
+    """Bytes of weights that a step must read once; the embedding row of a token is negligible."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * heads + config.num_heads * config.head_dim * config.hidden_size + 3 * config.hidden_size * config.intermediate_size
+    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * (4 if dtype == "float32" else 2)
+
+
 def _module(framework: str, name: str) -> Any:
     """A module of that framework's decoder; the other framework is not imported."""
     return import_module(f"{framework}_decoder.{name}")

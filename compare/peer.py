@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from .models import model_config, open_transformers, tokenizer_of
+from .models import model_config, open_transformers, tokenizer_of, weight_bytes
 from .parity import compare_logits
 from .timing import quantiles
 from .workload import PROMPTS, Variant, Workload
@@ -54,8 +54,6 @@ def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[s
     stepped = np.stack(_generate(model, batch, tokens, keep_logits=True).logits)
     verdict = compare_logits(stepped, logits, workload.dtype, stored.get("theirs"))
     samples, seconds, cpu = _time(model, batch, tokens, job["repeats"])
-    from .worker import weight_bytes
-
     step_ms = quantiles(samples)
     return [
         {

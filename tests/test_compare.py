@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from compare import results, timing
+from compare.arms import DecoderArm
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
 from compare.parity import differing_bits
@@ -22,7 +23,7 @@ from compare.report import headline, render
 from compare.run import Plan, compare
 from compare.tables import BEGIN, END, launch_table, with_table
 from compare.timing import MeasurementError, time_steps
-from compare.worker import DecoderArm, measure
+from compare.worker import measure
 from compare.workload import VARIANTS, Variant, Workload, why_not
 from tests.helpers import copy_of, edit_config, edit_tensors, numpy
 from tests.recorders import graph_decoder
@@ -85,7 +86,7 @@ def test_a_loop_is_judged_by_what_it_leaves(strong, monkeypatch):
     workload = Workload(str(strong("qwen2")), batch=1, new_tokens=20, max_seq_len=32)
     forced = [[(7 * i) % 256 for i in range(20)]]
     opened = graph_decoder(strong("qwen2"), launch="device_loop", max_batch=1, max_seq_len=32)
-    monkeypatch.setattr("compare.worker.open_decoder", lambda *arguments, **options: opened)
+    monkeypatch.setattr("compare.arms.open_decoder", lambda *arguments, **options: opened)
     arm = DecoderArm(Variant("torch", "device_loop"), workload, [[1, 2, 3]], forced)
     good = arm.logits()
     assert good.shape == (20, 1, 256) and opened.launch_report()["fallbacks"] == []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .driver import count_nodes
 from .errors import CaptureError
 
 # cudaGraphSetConditional is a device function that the driver resolves when it loads the module.
@@ -57,8 +58,6 @@ class DeviceLoop:
 
     def _build(self, flag: Tensor) -> int:
         """Put the WHILE node together; return the number of nodes in the captured step."""
-        from .graphs import count_nodes
-
         cuda, context = self._cuda, _call(self._cuda.cuCtxGetCurrent)
         handle = _call(cuda.cuGraphConditionalHandleCreate, self._graph, context, 1, int(cuda.CU_GRAPH_COND_ASSIGN_DEFAULT))
         node = cuda.CUgraphNodeParams()

@@ -6,7 +6,6 @@ traces a step's operations and replays those, so everything around a capture is 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .driver import count_nodes
 from .errors import CaptureError
 
 WARM_UP_STEPS = 3
@@ -143,15 +143,6 @@ class CudaGraph:
 
 def _closed() -> None:
     raise CaptureError("this graph was released: the decoder that recorded it is closed")
-
-
-def count_nodes(graph: int) -> int:
-    """Nodes of a CUgraph handle, those inside child graphs not included."""
-    count = ctypes.c_size_t()
-    status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count))
-    if status:
-        raise CaptureError(f"cuGraphGetNodes returned error {status}")
-    return count.value
 
 
 class CudaBackend:

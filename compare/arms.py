@@ -1,0 +1,133 @@
+"""An arm of a comparison: one of this project's decoders, stepping rows through forced tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from .models import open_decoder
+from .timing import MeasurementError
+from .workload import NEEDS_CUDA, Variant, Workload
+
+LOOP = 8  # steps of a device loop between two looks at its logits
+SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampled variants
+
+
+class DecoderArm:
+    """A variant of one of this project's decoders, stepping rows through forced tokens."""
+
+    def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]]):
+        started = time.perf_counter()
+        self.variant, self.prompts, self.forced = variant, prompts, forced
+        self.decoder = open_decoder(
+            workload.model,
+            variant.framework,
+            dtype=workload.dtype,
+            max_batch=len(prompts),
+            buckets=[len(prompts)],
+            max_seq_len=workload.max_seq_len,
+            launch=variant.launch,
+            kernels=variant.kernels,
+        )
+        self.load_s = time.perf_counter() - started
+        self.handle: Any = None
+        started = time.perf_counter()
+        self.restart()  # compiles the step
+        self.wait()
+        self.start_s = time.perf_counter() - started
+        self.check_launch()
+
+    def __str__(self) -> str:
+        return self.variant.label()
+
+    def restart(self) -> None:
+        self.handle = None  # a state that someone still holds would be copied out of the graphs' memory
+        settings = {} if self.variant.sampling == "greedy" else {"sampling": import_module(f"{self.variant.framework}_decoder").Sampling(**SAMPLED)}
+        self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **settings)
+
+    def steps(self, count: int) -> None:
+        self.handle = self.decoder.decode_steps(self.handle, count)
+
+    def wait(self) -> None:
+        np.asarray(_host(self.handle.tokens))
+
+    def compilations(self) -> int:
+        graphs = sum(graph.get("compilations", 0) for graph in self.decoder.launch_report()["graphs"])
+        return graphs + (_dynamo_compilations() if self.variant.kernels == "compiled" else 0)
+
+    def logits(self) -> np.ndarray:
+        """float32 [steps, B, V] of the very steps that are timed, teacher-forced.
+
+        A loop on the device shows the logits of its last step only: those stand in the place of
+        the ones that single steps gave.
+        """
+        collected = self._logits_every(1)
+        if self.variant.launch == "device_loop":
+            collected[::LOOP] = self._logits_every(LOOP)
+        return collected
+
+    def _logits_every(self, steps: int) -> np.ndarray:
+        self.restart()
+        collected = [_host(self.handle.logits)]
+        for _ in range((len(self.forced[0]) - 1) // steps):
+            self.steps(steps)
+            collected.append(_host(self.handle.logits))
+        return np.stack(collected)
+
+    def generate(self) -> None:
+        """A whole generation: prefill and every step, then wait."""
+        self.restart()
+        self.steps(len(self.forced[0]) - 1)
+        self.wait()
+
+    def compile_s(self) -> float | None:
+        seconds = [graph["compile_s"] for graph in self.decoder.launch_report()["graphs"] if "compile_s" in graph]
+        return sum(seconds) if seconds else self.start_s if self.variant.kernels == "compiled" else None
+
+    def graph_account(self) -> dict[str, Any]:
+        """Cost of the graph that the timed steps ran in; empty where they ran in none."""
+        report = self.decoder.launch_report()
+        graphs = [g for g in report["graphs"] if g["launch"] == self.variant.launch and g["kind"] == self.variant.sampling]
+        if self.variant.launch not in NEEDS_CUDA or not graphs:
+            return {}
+        nodes = {} if graphs[0]["nodes"] is None else {"kernels_per_step": graphs[0]["nodes"]}
+        return {**nodes, **{name: graphs[0][name] for name in ("capture_s", "instantiate_s", "warm_up_bytes", "graph_bytes") if graphs[0].get(name) is not None}}
+
+    def check_launch(self) -> None:
+        """Raise MeasurementError if the variant ran another way than its name says."""
+        for fallback in self.decoder.launch_report()["fallbacks"]:
+            raise MeasurementError(f"{fallback['launch']} fell back: {fallback['reason']}")
+
+    def close(self) -> None:
+        self.handle = None
+        self.decoder.close()
+
+
+def _host(array: Any) -> np.ndarray:
+    """A host copy; waits for the device."""
+    return array.detach().cpu().numpy().copy() if hasattr(array, "detach") else np.array(array)
+
+
+def _dynamo_compilations() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def open_arms(workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]]) -> tuple[list[DecoderArm], list[dict[str, Any]]]:
+    """An arm for every variant that starts, and a result object with the reason for every other."""
+    arms, failures = [], []
+    for variant in variants:
+        try:
+            arms.append(DecoderArm(variant, workload, prompts, forced))
+        except Exception as error:  # one variant that cannot start must not take the others along
+            if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):
+                reason = str(error)
+            else:
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
+    return arms, failures

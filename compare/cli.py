@@ -98,6 +98,9 @@ def _run(args: argparse.Namespace) -> int:
 def chosen(only: Sequence[str] | None, without: Sequence[str]) -> list[Variant]:
     """The variants whose labels hold a word of ``only``, if there are any, and none of ``without``. ResultError if none is left."""
     words = {v: v.label().split() for v in VARIANTS}
+    known = {word for label in words.values() for word in label}
+    if odd := [word for word in (*(only or ()), *without) if word not in known]:
+        raise results.ResultError(f"{', '.join(odd)}: no variant's label holds that, expected words of: {', '.join(v.label() for v in VARIANTS)}")
     found = [v for v in VARIANTS if (not only or set(only) & set(words[v])) and not set(without) & set(words[v])]
     if not found:
         asked = " ".join([*(["--only", *only] if only else []), *(["--without", *without] if without else [])])

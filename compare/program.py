@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from jax_decoder.kernels.tiles import FUSED_ROWS
+from jax_decoder.model import check_fused
+
+from .models import model_config
 from .results import ResultError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +73,10 @@ def describe(
     ``copied`` (elements of every copy in the program). ``dump`` keeps XLA's texts in a folder.
     Raises ResultError with XLA's message if it does not compile.
     """
+    if kernels == "fused":
+        if batch > FUSED_ROWS:
+            raise ResultError(f"batch is {batch}, and fused kernels take at most {FUSED_ROWS} rows: use --kernels plain")
+        check_fused(model_config(model, "jax"))
     job = {"model": model, "dtype": dtype, "batch": batch, "kind": kind, "max_seq_len": max_seq_len, "options": options or {}, "dump": dump, "kernels": kernels}
     environ = {
         **os.environ,
@@ -112,8 +121,6 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     from jax_decoder.decode import make_state
     from jax_decoder.programs import Programs
 
-    from .models import model_config
-
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     place = NamedSharding(mesh, PartitionSpec())
@@ -125,13 +132,14 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
     model = abstract_model(config, length, "stacked", dtype, job["kernels"])
     programs = Programs(model, placed(flatten_model(model)), 512)
     state = placed(jax.eval_shape(lambda: make_state(config, job["batch"], length, dtype, "stacked")))
-    with TemporaryDirectory() as folder:
-        folder = job["dump"] or folder
+    with TemporaryDirectory() as folder:  # an empty one: a folder of the caller's may hold another program
         options = {**xla_flags.step_options(True, "gpu"), **job["options"], thunks.DUMP: folder}
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # tells Pallas which device it lowers for
             lowered = programs.lower_step(state, job["kind"])
         compiled = lowered.compile(compiler_options=options)
         found = thunks.from_dump(folder)
+        if job["dump"]:
+            shutil.copytree(folder, job["dump"], dirs_exist_ok=True)
     assert found is not None, "XLA wrote no list of thunks"
     text, memory = compiled.as_text(), compiled.memory_analysis()
     copies = re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|copy-start|transpose)\(", text)

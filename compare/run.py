@@ -47,7 +47,7 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for framework in ("transformers", "torch", "jax"):
-            wanted = [v for v in variants if v.framework == framework and why_not(v, cuda) is None]
+            wanted = [v for v in variants if v.framework == framework and why_not(v, cuda, workload.batch) is None]
             if not wanted and framework != "transformers":
                 continue
             log.info("measuring %s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
@@ -60,7 +60,7 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
                 merge(found, _work({**job, "count": True}, folder))
             measured += found
     for variant in variants:
-        reason = why_not(variant, cuda)
+        reason = why_not(variant, cuda, workload.batch)
         if reason is not None:
             measured.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
     order = {v: i for i, v in enumerate(variants)}

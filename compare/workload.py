@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jax_decoder.errors import ConfigError
+from jax_decoder.kernels.tiles import FUSED_ROWS
 
 # Prompts of the quick comparison; rows take them in turn, so their lengths differ.
 PROMPTS = (
@@ -76,8 +77,10 @@ WITHOUT_GRAPH = {"torch": "eager", "jax": "jit"}
 NEEDS_CUDA = {"cuda_graph", "command_buffer", "hybrid", "device_loop"}
 
 
-def why_not(variant: Variant, cuda: dict[str, bool]) -> str | None:
+def why_not(variant: Variant, cuda: dict[str, bool], batch: int = 1) -> str | None:
     """Why a variant cannot run here, or None. ``cuda`` says for each framework whether it sees a GPU."""
+    if variant.kernels == "fused" and batch > FUSED_ROWS:
+        return f"fused kernels take at most {FUSED_ROWS} rows"
     if (variant.launch in NEEDS_CUDA or variant.kernels == "fused") and not cuda.get(variant.framework, False):
         return "no CUDA device"
     return None

@@ -8,6 +8,7 @@ command buffers off, ``command_buffer`` with them on: XLA then runs it as one CU
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -271,7 +272,8 @@ class StepRunner:
         """The executable, and how many commands its command buffers hold."""
         lowered = self.programs.lower_step(state, key.kind, key.steps)
         options = xla_flags.step_options(self._records(key), self.device.platform)
-        if not self._records(key) or self.device.platform != "gpu":
+        # A dump that the user asked for is theirs to read.
+        if not self._records(key) or self.device.platform != "gpu" or thunks.DUMP in os.environ.get("XLA_FLAGS", ""):
             return self._compile(lowered, options), None
         with TemporaryDirectory() as folder:
             executable = self._compile(lowered, {thunks.DUMP: folder, **options})

@@ -304,7 +304,7 @@ def _failing(job, folder):
         (["run", "--dtype", "int8"], "int8"),
         (["run", "--batch", "0"], "batch"),
         (["parity", "--model", "/no/such/model"], "/no/such/model"),
-        (["run", "--only", "nothing"], "--only nothing leaves no variant"),
+        (["run", "--only", "nothing"], "nothing: no variant's label holds that"),
         (["run", "--only", "torch", "--without", "torch"], "--without torch leaves no variant"),
     ],
 )

@@ -105,9 +105,9 @@ def expected_attention(heads, norms, rope, positions, k_cache, v_cache, window, 
 @pytest.mark.parametrize(("num_heads", "kv_heads", "width", "normed"), [(4, 2, 16, True), (6, 2, 24, False), (3, 3, 8, True)])
 def test_attention_over_poisoned_caches(num_heads, kv_heads, width, normed, window, dtype, monkeypatch):
     """One valid position, the last slot, several splits: slots outside hold NaN, and nothing but one slot is written."""
-    monkeypatch.setattr(attention, "SPLIT", 16)
+    monkeypatch.setattr(attention, "SPLIT", 48)  # three blocks: the last row has two splits and loops in both
     monkeypatch.setattr(attention, "BLOCK", 16)
-    slots, positions = 70, torch.tensor([0, 37, 69], dtype=torch.int32, device=DEVICE)
+    slots, positions = 70, torch.tensor([0, 43, 69], dtype=torch.int32, device=DEVICE)
     k_cache = torch.full((3, kv_heads, slots, width), float("nan"), dtype=dtype, device=DEVICE)
     v_cache = k_cache.clone()
     for row, position in enumerate(positions.tolist()):

@@ -123,8 +123,7 @@ def _kernel(*refs, layer: int, num_heads: int, kv_heads: int, norm_layer: int | 
                 finished_ref[row * kv_heads + kv] = 0
 
                 def take(i: Array, sums: Sums) -> Sums:
-                    # Past the first cache, which other processors' writes do not reach.
-                    return _merged(sums, tuple(triton.load(partial_ref.at[row, kv, i, :, part], cache_modifier=".cg") for part in parts))
+                    return _merged(sums, tuple(partial_ref[row, kv, i, :, part] for part in parts))
 
                 finish(jax.lax.fori_loop(first_split, last_split + 1, take, nothing))
 

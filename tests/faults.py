@@ -20,6 +20,7 @@ class Fault(NamedTuple):
 
 
 GRAPHS, STEPS, JAX, JAX_STEP = "tests/test_graphs.py", "tests/test_steps.py", "tests/test_jax_graphs.py", "tests/test_jax_step.py"
+FUSED, JAX_FUSED = "tests/test_fused.py", "tests/test_jax_fused.py"
 TOKENS = "tests/test_parity_tiny.py -k greedy"  # against transformers: comparisons of ours with ours would share the fault
 
 FAULTS = (
@@ -141,4 +142,16 @@ FAULTS = (
     Fault("jax: rows of another row are written", "jax_decoder/decode.py", "rows * math.prod(region.shape[1:]) + index", "rows + index", f"{STEPS} -k 'row or rows'"),
     Fault("jax: position off by one", "jax_decoder/decode.py", "    following = state.positions + 1\n", "    following = state.positions + 2\n", f"{STEPS} -k last_slot"),
     Fault("jax: failed executable kept", "jax_decoder/runner.py", "        self._steps.pop(key, None)\n", "", f"{JAX} -k failed_run"),
+    # ---- fused kernels
+    Fault("fused: every other block skipped", "torch_decoder/kernels/attention.py", "position), BLOCK):", "position), 2 * BLOCK):", f"{FUSED} -k poisoned"),
+    Fault("fused: counter left behind", "torch_decoder/kernels/attention.py", "            tl.store(counter, 0)\n", "", f"{FUSED} -k poisoned"),
+    Fault("fused: a failed row moves on", "torch_decoder/kernels/advance.py", "    ended = tl.where(failed, FAILED, ended)\n", "", f"{FUSED} -k end_of_a_step"),
+    Fault(
+        "jax fused: one block a split",
+        "jax_decoder/kernels/attention.py",
+        "jax.lax.fori_loop(begin, end, look",
+        "jax.lax.fori_loop(begin, begin + 1, look",
+        f"{JAX_FUSED} -k poisoned",
+    ),
+    Fault("jax fused: no residual", "jax_decoder/kernels/products.py", "+ residual.astype(jnp.float32)", "", f"{JAX_FUSED} -k products"),
 )

@@ -9,6 +9,7 @@ arrays the host passes at each step, and whether the state is written in place.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -141,8 +142,7 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
         if job["dump"]:
             shutil.copytree(folder, job["dump"], dirs_exist_ok=True)
     assert found is not None, "XLA wrote no list of thunks"
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    copies = re.findall(r"= \w+\[([\d,]*)\]\S* (?:copy|copy-start|transpose)\(", text)
+    memory = compiled.memory_analysis()
     arrays = jax.tree.leaves(state)
     return {
         **{name: job[name] for name in ("model", "dtype", "batch", "kind", "kernels", "max_seq_len")},
@@ -156,15 +156,14 @@ def _compile(job: dict[str, Any]) -> dict[str, Any]:
         "kinds": dict(Counter(kind for buffer in found.buffers for kind in buffer).most_common()),
         "in_place": memory.alias_size_in_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in arrays),
         "temporary_bytes": memory.temp_size_in_bytes,
-        "copied": sorted((_product(shape) for shape in copies), reverse=True),
+        "copied": sorted(result_sizes(compiled.as_text(), "copy|copy-start|transpose"), reverse=True),
     }
 
 
-def _product(shape: str) -> int:
-    size = 1
-    for number in filter(None, shape.split(",")):
-        size *= int(number)
-    return size
+def result_sizes(text: str, operation: str) -> list[int]:
+    """Element counts of the results of all instructions of one kind in HLO text; ``operation`` is a pattern."""
+    shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* (?:{operation})\(", text)
+    return [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class DecodeState(NamedTuple):
 
     def field(self, name: str) -> Array:
         """A field of the rows, in its own shape and dtype."""
-        return cut(self.words, self.regions[name])
+        return _cut_on_device(self.words, self.regions[name])
 
     def with_fields(self, **values: Array) -> DecodeState:
         """This state with whole fields replaced."""
@@ -83,6 +83,10 @@ def cut(words: Array | np.ndarray, region: Region) -> Array | np.ndarray:
     """A field out of the words, on the device or in a copy on the host."""
     start = region.offset // 4
     return words[start : start + region.nbytes // 4].view(region.dtype).reshape(region.shape)
+
+
+# One call in place of three operations when the host asks; within a traced step the operations themselves.
+_cut_on_device = jax.jit(cut, static_argnums=1, inline=True)
 
 
 def _bits(value: Array) -> Int[Array, "..."]:

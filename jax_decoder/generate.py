@@ -34,7 +34,7 @@ class DecodeHandle:
     """A decode state in a caller's hands, valid until it is stepped; fork it to branch.
 
     ``logits`` float32 [B, V] of the newest step, ``tokens`` int32 [B] and ``positions`` int32 [B]
-    (the newest tokens and the cache slots they will fill) are leaves of the state.
+    (the newest tokens and the cache slots they will fill) are fields of the state.
     """
 
     def __init__(self, state: DecodeState, rows: int, kind: str, steps_left: int):

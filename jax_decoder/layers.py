@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .cache import KVCache
 from .config import ModelConfig
-from .kernels import plain
+from .kernels import attention, plain, products
 from .kernels.plain import Weight
 
 # Called with the name and value of a stage's input or output; returns the value to go on with.
@@ -133,7 +133,6 @@ class DecoderLayer(nnx.Module):
         finished: Int[Array, " C"],
     ) -> tuple[Float[Array, "P D"], Float[Array, "L B K S H"], Float[Array, "L B K S H"], Int[Array, " C"]]:
         """One layer of stacked arrays for one token a row, in five kernels of this project."""
-        from .kernels import attention, products
 
         def at(variable: nnx.Variable | None) -> Weight | None:
             return None if variable is None else Weight(variable[...], layer)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .cache import KVCache
 from .config import ModelConfig
 from .errors import ConfigError
-from .kernels import plain, tiles
+from .kernels import plain, products, tiles
 from .kernels.plain import Weight
 from .layers import DecoderLayer, RMSNorm, Tap, parameter
 
@@ -98,8 +98,6 @@ class Model(nnx.Module):
         """Final norm and output head: float32 logits."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         if self.fused(*hidden.shape[:2]):
-            from .kernels import products
-
             batch = hidden.shape[0]
             x = jnp.pad(hidden[:, 0], ((0, tiles.padded_rows(batch) - batch), (0, 0)))
             return products.norm_linear(x, Weight(self.norm.weight[...]), self.norm.eps, Weight(head.weight[...]), None, jnp.float32)[:batch, None]

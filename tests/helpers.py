@@ -81,3 +81,17 @@ def has_gpu_compiler() -> bool:
     except ResultError:
         return False
     return True
+
+
+def forced_steps(which: str, path, kernels: str, prompts: list[list[int]], steps: int, dtype: str = "float32", sampling=None) -> tuple[np.ndarray, list[list[int]]]:
+    """Logits [steps + 1, B, V] along forced tokens, and three tokens that the first prompt goes on with."""
+    forced = [[(37 * i + 11 * row) % 256 for i in range(steps + 1)] for row in range(len(prompts))]
+    with decoder(which, path, dtype=dtype, kernels=kernels, device="auto", max_batch=4, max_seq_len=40, buckets=[len(prompts)]) as d:
+        handle = d.prefill(prompts, forced=forced)
+        found = [numpy(handle.logits).copy()]
+        for _ in range(steps):
+            handle = d.decode_step(handle)
+            found.append(numpy(handle.logits).copy())
+        tokens = [c.token_ids for c in d.generate(prompts[:1], max_new_tokens=3, sampling=sampling)]
+        assert d.launch_report()["kernels"] == kernels and d.launch_report()["fallbacks"] == []
+    return np.stack(found), tokens

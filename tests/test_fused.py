@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import FAMILIES, P24, ROOT, decoder, numpy
+from tests.helpers import FAMILIES, P24, ROOT, decoder, forced_steps
 from torch_decoder import ConfigError, Decoder, DeviceError
 from torch_decoder.decode import FAILED, IDLE, LENGTH, RUNNING, STOPPED, DecodeState, _advance
 from torch_decoder.kernels import plain, why_not_fused
@@ -185,31 +185,19 @@ def few_programs(monkeypatch):
         monkeypatch.setattr(products, "tile_for", lambda rows, inner, batch, gated: tiles.Tile(64, 64, 4))
 
 
-def logits_of(path, kernels: str, prompts: list[list[int]], steps: int, dtype: str = "float32", sampling=None) -> tuple[np.ndarray, list]:
-    forced = [[(37 * i + 11 * row) % 256 for i in range(steps + 1)] for row in range(len(prompts))]
-    with decoder("torch", path, dtype=dtype, kernels=kernels, device=DEVICE.type, max_batch=4, max_seq_len=40, buckets=[len(prompts)]) as d:
-        handle = d.prefill(prompts, forced=forced)
-        found = [numpy(handle.logits).copy()]
-        for _ in range(steps):
-            handle = d.decode_step(handle)
-            found.append(numpy(handle.logits).copy())
-        tokens = [c.token_ids for c in d.generate(prompts[:1], max_new_tokens=3, sampling=sampling)]
-    return np.stack(found), tokens
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_equal_plain_ones_for_every_family(family, rows, strong, few_programs):
     prompts = [P24[:5], P24[5:17], [9]][:rows]
-    ours, theirs = (logits_of(strong(family), kernels, prompts, 3) for kernels in ("fused", "plain"))
+    ours, theirs = (forced_steps("torch", strong(family), kernels, prompts, 3) for kernels in ("fused", "plain"))
     assert np.abs(ours[0] - theirs[0]).max() < 1e-3
     assert ours[1] == theirs[1]
 
 
 def test_steps_in_bfloat16_are_as_exact_as_plain_ones(strong, few_programs):
     """Against float32: the interpreter cuts bits off where a GPU rounds, hence the factor."""
-    exact = logits_of(strong("qwen3"), "plain", [P24[:9]], 4)[0]
-    plain_error, fused_error = (np.sqrt(np.mean((logits_of(strong("qwen3"), k, [P24[:9]], 4, "bfloat16")[0] - exact) ** 2)) for k in ("plain", "fused"))
+    exact = forced_steps("torch", strong("qwen3"), "plain", [P24[:9]], 4)[0]
+    plain_error, fused_error = (np.sqrt(np.mean((forced_steps("torch", strong("qwen3"), k, [P24[:9]], 4, "bfloat16")[0] - exact) ** 2)) for k in ("plain", "fused"))
     assert fused_error < 1.6 * plain_error
 
 
@@ -217,7 +205,7 @@ def test_a_sampled_step_takes_the_plain_choice(strong, few_programs):
     from torch_decoder import Sampling
 
     settings = Sampling(temperature=0.9, top_p=0.8, seed=3)
-    ours, theirs = (logits_of(strong("llama"), kernels, [P24[:4]], 1, sampling=settings)[1] for kernels in ("fused", "plain"))
+    ours, theirs = (forced_steps("torch", strong("llama"), kernels, [P24[:4]], 1, sampling=settings)[1] for kernels in ("fused", "plain"))
     assert ours == theirs
 
 
@@ -231,8 +219,8 @@ def test_a_broken_kernel_is_seen(strong, monkeypatch, few_programs):
     """The control: a residual that is left out."""
     real = products.linear_add
     monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual: real(x, weight, bias, torch.zeros_like(residual)))
-    ours = logits_of(strong("llama"), "fused", [P24[:5]], 1)[0]
-    assert np.abs(ours - logits_of(strong("llama"), "plain", [P24[:5]], 1)[0]).max() > 0.1
+    ours = forced_steps("torch", strong("llama"), "fused", [P24[:5]], 1)[0]
+    assert np.abs(ours - forced_steps("torch", strong("llama"), "plain", [P24[:5]], 1)[0]).max() > 0.1
 
 
 def test_where_they_cannot_run_the_remedy_is_named(strong, monkeypatch):

@@ -12,7 +12,7 @@ from jax_decoder import ConfigError, Decoder, DeviceError, ModelConfig, Sampling
 from jax_decoder.kernels import attention, plain, products, tiles
 from jax_decoder.kernels.plain import Weight
 from jax_decoder.model import check_fused
-from tests.helpers import FAMILIES, P24, decoder, has_gpu_compiler, numpy
+from tests.helpers import FAMILIES, P24, forced_steps, has_gpu_compiler
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Of the largest result: float32 sums in another order; half precision rounds its inputs alike, its results once more.
@@ -124,37 +124,24 @@ def test_attention_over_poisoned_caches(num_heads, kv_heads, width, normed, wind
 # ---- whole steps -------------------------------------------------------------------------------
 
 
-def logits_of(path, kernels: str, prompts: list[list[int]], steps: int, dtype: str = "float32", sampling=None) -> tuple[np.ndarray, list]:
-    forced = [[(37 * i + 11 * row) % 256 for i in range(steps + 1)] for row in range(len(prompts))]
-    with decoder("jax", path, dtype=dtype, kernels=kernels, device="auto", max_batch=4, max_seq_len=40, buckets=[len(prompts)]) as d:
-        handle = d.prefill(prompts, forced=forced)
-        found = [numpy(handle.logits).copy()]
-        for _ in range(steps):
-            handle = d.decode_step(handle)
-            found.append(numpy(handle.logits).copy())
-        tokens = [c.token_ids for c in d.generate(prompts[:1], max_new_tokens=3, sampling=sampling)]
-        assert d.launch_report()["kernels"] == kernels and d.launch_report()["fallbacks"] == []
-    return np.stack(found), tokens
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_equal_plain_ones_for_every_family(family, rows, strong):
     prompts = [P24[:5], P24[5:17], [9]][:rows]
-    ours, theirs = (logits_of(strong(family, head_dim=32), kernels, prompts, 3) for kernels in ("fused", "plain"))
+    ours, theirs = (forced_steps("jax", strong(family, head_dim=32), kernels, prompts, 3) for kernels in ("fused", "plain"))
     assert np.abs(ours[0] - theirs[0]).max() < 1e-3
     assert ours[1] == theirs[1]
 
 
 def test_steps_in_bfloat16_are_as_exact_as_plain_ones(strong):
-    exact = logits_of(strong("qwen3"), "plain", [P24[:9]], 6)[0]
-    plain_error, fused_error = (np.sqrt(np.mean((logits_of(strong("qwen3"), k, [P24[:9]], 6, "bfloat16")[0] - exact) ** 2)) for k in ("plain", "fused"))
+    exact = forced_steps("jax", strong("qwen3"), "plain", [P24[:9]], 6)[0]
+    plain_error, fused_error = (np.sqrt(np.mean((forced_steps("jax", strong("qwen3"), k, [P24[:9]], 6, "bfloat16")[0] - exact) ** 2)) for k in ("plain", "fused"))
     assert fused_error < 1.3 * plain_error
 
 
 def test_a_sampled_step_takes_the_plain_choice(strong):
     settings = Sampling(temperature=0.9, top_p=0.8, seed=3)
-    ours, theirs = (logits_of(strong("llama", head_dim=32), kernels, [P24[:4]], 1, sampling=settings)[1] for kernels in ("fused", "plain"))
+    ours, theirs = (forced_steps("jax", strong("llama", head_dim=32), kernels, [P24[:4]], 1, sampling=settings)[1] for kernels in ("fused", "plain"))
     assert ours == theirs
 
 
@@ -162,8 +149,8 @@ def test_a_broken_kernel_is_seen(strong, monkeypatch):
     """The control: a residual that is left out."""
     real = products.linear_add
     monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual: real(x, weight, bias, jnp.zeros_like(residual)))
-    ours = logits_of(strong("llama", head_dim=32), "fused", [P24[:5]], 1)[0]
-    assert np.abs(ours - logits_of(strong("llama", head_dim=32), "plain", [P24[:5]], 1)[0]).max() > 0.1
+    ours = forced_steps("jax", strong("llama", head_dim=32), "fused", [P24[:5]], 1)[0]
+    assert np.abs(ours - forced_steps("jax", strong("llama", head_dim=32), "plain", [P24[:5]], 1)[0]).max() > 0.1
 
 
 @pytest.mark.skipif(ON_GPU, reason="there is a GPU here")

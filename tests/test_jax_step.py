@@ -16,6 +16,7 @@ import pytest
 
 import jax_decoder
 import jax_decoder.decode
+from compare.program import result_sizes
 from jax_decoder import xla_flags
 from jax_decoder.cache import KVCache
 from jax_decoder.checkpoint import load_parameters
@@ -51,12 +52,6 @@ def aliases(text: str) -> dict[int, int]:
     return {int(out): int(parameter) for out, parameter in re.findall(r"\{(\d+)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)}
 
 
-def sizes_of(text: str, operation: str) -> list[int]:
-    """Element counts of the results of all instructions of one kind."""
-    shapes = re.findall(rf"= \w+\[([\d,]*)\]\S* {operation}\(", text)
-    return [math.prod(int(n) for n in shape.split(",") if n) for shape in shapes]
-
-
 # ---- donation ----------------------------------------------------------------------------------
 
 
@@ -86,7 +81,7 @@ def test_the_program_copies_no_weight_and_no_cache(runner, programs, kind, opera
     layers = runner.config.num_layers if runner.packing == "stacked" else 1
     smallest = min(size for size in sizes if size > 4096) // layers
     assert re.search(r" (dot|fusion|custom-call)\(", programs[kind]), "the text is not the compiled program"
-    assert [n for n in sizes_of(programs[kind], operation) if n >= smallest] == []
+    assert [n for n in result_sizes(programs[kind], operation) if n >= smallest] == []
 
 
 @pytest.mark.parametrize("layers", [None, 1])

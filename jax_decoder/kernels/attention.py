@@ -16,7 +16,6 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from .plain import Weight
-from .products import _stacked
 from .tiles import MIN_DOT, interpreted
 
 SPLIT = 256  # slots of one program
@@ -152,7 +151,7 @@ def attend(
     arguments = [heads.reshape(heads.shape[0], -1, width), rope, positions, k_cache, v_cache, finished]
     norm_layer, eps = None, 0.0
     if norms is not None:
-        (q_norm, norm_layer), (k_norm, _), eps = _stacked(norms[0]), _stacked(norms[1]), norms[2]
+        (q_norm, norm_layer), (k_norm, _), eps = norms[0].stacked(), norms[1].stacked(), norms[2]
         arguments = [q_norm, k_norm, *arguments]
     first = len(arguments) - 3
     kernel = partial(

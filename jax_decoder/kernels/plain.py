@@ -22,6 +22,10 @@ class Weight(NamedTuple):
     def read(self) -> Array:
         return self.array if self.layer is None else self.array[self.layer]
 
+    def stacked(self) -> tuple[Array, int]:
+        """The array with a leading layer axis, and the layer."""
+        return (self.array[None], 0) if self.layer is None else (self.array, self.layer)
+
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
     # float32 on a GPU would otherwise be multiplied as TF32, with 10 bits of mantissa.

@@ -73,16 +73,11 @@ def _kernel(*refs, inner: int, step: int, eps: float, norm: bool, bias: bool, ga
         out_ref[...] = y.astype(out_ref.dtype)
 
 
-def _stacked(weight: Weight) -> tuple[Array, int]:
-    """The array with a leading layer axis, and the layer."""
-    return (weight.array[None], 0) if weight.layer is None else weight
-
-
 def _launch(
     x: Float[Array, "B K"], norm: Weight | None, eps: float, weight: Weight, bias: Weight | None, residual: Float[Array, "B N"] | None, out_dtype: DTypeLike, gated: bool
 ) -> Float[Array, "B N"]:
     batch, inner = x.shape
-    array, layer = _stacked(weight)
+    array, layer = weight.stacked()
     rows = array.shape[1] // (1 + gated)
     tile: Tile = tile_for(rows, inner, batch, gated)
     blocks = rows // tile.rows
@@ -93,12 +88,12 @@ def _launch(
         specs.append(pl.BlockSpec(shape, index))
 
     if norm is not None:
-        norms, norm_layer = _stacked(norm)
+        norms, norm_layer = norm.stacked()
         add(norms, (1, inner), lambda i: (norm_layer, 0))
     for part in range(1 + gated):
         add(array, (1, tile.rows, inner), lambda i, part=part: (layer, i + part * blocks, 0))
     if bias is not None:
-        biases, bias_layer = _stacked(bias)
+        biases, bias_layer = bias.stacked()
         for part in range(1 + gated):
             add(biases, (1, tile.rows), lambda i, part=part: (bias_layer, i + part * blocks))
     if residual is not None:

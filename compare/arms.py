@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -20,19 +20,16 @@ SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampl
 class DecoderArm:
     """A variant of one of this project's decoders, stepping rows through forced tokens."""
 
-    def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]]):
+    def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]], weights: Any = None):
+        """``weights``: a decoder whose weights this one shares; without it they are loaded."""
         started = time.perf_counter()
         self.variant, self.prompts, self.forced = variant, prompts, forced
-        self.decoder = open_decoder(
-            workload.model,
-            variant.framework,
-            dtype=workload.dtype,
-            max_batch=len(prompts),
-            buckets=[len(prompts)],
-            max_seq_len=workload.max_seq_len,
-            launch=variant.launch,
-            kernels=variant.kernels,
-        )
+        how = {"launch": variant.launch, "kernels": variant.kernels}
+        if weights is not None:
+            self.decoder = weights.with_options(**how)
+        else:
+            rows = {"max_batch": len(prompts), "buckets": [len(prompts)], "max_seq_len": workload.max_seq_len}
+            self.decoder = open_decoder(workload.model, variant.framework, dtype=workload.dtype, **rows, **how)
         self.load_s = time.perf_counter() - started
         self.handle: Any = None
         started = time.perf_counter()
@@ -118,16 +115,23 @@ def _dynamo_compilations() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def open_arms(workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]]) -> tuple[list[DecoderArm], list[dict[str, Any]]]:
-    """An arm for every variant that starts, and a result object with the reason for every other."""
-    arms, failures = [], []
+def open_arms(
+    workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]], opened: Callable[[str], None] = lambda label: None
+) -> tuple[list[DecoderArm], list[dict[str, Any]]]:
+    """An arm for every variant that starts, over one copy of the weights, and a result object with the reason for every other.
+
+    ``opened`` hears of each one.
+    """
+    arms: list[DecoderArm] = []
+    failures = []
     for variant in variants:
         try:
-            arms.append(DecoderArm(variant, workload, prompts, forced))
+            arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None))
         except Exception as error:  # one variant that cannot start must not take the others along
             if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):
                 reason = str(error)
             else:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
+        opened(variant.label())
     return arms, failures

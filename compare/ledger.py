@@ -1,6 +1,6 @@
 """The ledger: what the host asks of the CUDA driver during decode steps, counted call by call.
 
-Counting slows every call down, so it happens in a process of its own, where nothing is timed.
+Counting slows every call down, so it begins when all that a process times has been timed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-
-from .arms import open_arms
-from .workload import Variant, Workload
 
 STEPS = 20
 
@@ -74,22 +71,15 @@ class Ledger:
         self._cupti.unsubscribe(self._subscriber)
 
 
-def count_variants(workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]]) -> list[dict[str, Any]]:
-    """For each variant that starts: framework, launch, kernels, sampling and ``ledger`` (see ``count_steps``)."""
+def count_arms(arms: Sequence[Any]) -> list[dict[str, Any]]:
+    """``count_steps`` of each arm, or ``not_measured`` with the reason. Time nothing in this process afterwards."""
     try:
         ledger = Ledger()
     except LedgerError as error:
-        return [{**v.as_dict(), "ledger": {"not_measured": str(error)}} for v in variants]
-    found = []
-    for variant in variants:
-        arms, failures = open_arms(workload, [variant], prompts, forced)
-        if failures:
-            found.append({**variant.as_dict(), "ledger": {"not_measured": failures[0]["not_measured"]}})
-            continue
-        found.append({**variant.as_dict(), "ledger": count_steps(ledger, arms[0], min(STEPS, len(forced[0]) - 1))})
-        arms[0].close()
+        return [{"not_measured": str(error)} for _ in arms]
+    counted = [count_steps(ledger, arm, min(STEPS, len(arm.forced[0]) - 1)) for arm in arms]
     ledger.close()
-    return found
+    return counted
 
 
 def count_steps(ledger: Ledger, arm: Any, steps: int) -> dict[str, Any]:
@@ -106,15 +96,7 @@ def count_steps(ledger: Ledger, arm: Any, steps: int) -> dict[str, Any]:
     return {"steps": steps, **tally(counted), "calls": dict(sorted(counted.items()))}
 
 
-def merge(measured: list[dict[str, Any]], counted: Sequence[dict[str, Any]]) -> None:
-    """Put each variant's counts into its result object, as calls a step."""
-    keys = ("framework", "launch", "kernels", "sampling")
-    by_variant = {tuple(c[k] for k in keys): c["ledger"] for c in counted}
-    for result in measured:
-        ledger = by_variant.get(tuple(result[k] for k in keys))
-        if ledger is None or "step_ms" not in result:
-            continue
-        result["ledger"] = ledger
-        if "not_measured" not in ledger:
-            for name in ("graph_launches", "other_launches", "graph_updates"):
-                result[f"{name}_per_step"] = ledger[name] / ledger["steps"]
+def with_counts(result: dict[str, Any], ledger: dict[str, Any]) -> dict[str, Any]:
+    """A variant's result object with its ledger, and with calls a step where they were counted."""
+    names = () if "not_measured" in ledger else ("graph_launches", "other_launches", "graph_updates")
+    return {**result, "ledger": ledger, **{f"{name}_per_step": ledger[name] / ledger["steps"] for name in names}}

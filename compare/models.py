@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from . import shapes, synthetic
+from .workload import PROMPTS, Workload
 
 
 def directory_of(model: str | Path) -> Path:
@@ -54,11 +55,13 @@ def open_transformers(model: str | Path, dtype: str, device: str = "cpu") -> Any
     return made
 
 
-def tokenizer_of(model: str | Path) -> Any:
-    """The tokenizer of a directory; one that is not present for a shape."""
-    from torch_decoder.text import Tokenizer
-
-    return Tokenizer(None if shapes.is_shape(str(model)) else directory_of(model))
+def encode_prompts(workload: Workload, framework: str = "torch") -> list[list[int]]:
+    """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
+    tokenizer = _module(framework, "text").Tokenizer(None if shapes.is_shape(workload.model) else directory_of(workload.model))
+    if tokenizer.present:
+        return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
+    vocab = model_config(workload.model, framework).vocab_size
+    return [[(37 * t + 11 * row + 5) % vocab for t in range(5 + row % 4)] for row in range(workload.batch)]
 
 
 def weight_bytes(config: Any, dtype: str) -> int:

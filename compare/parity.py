@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,39 +48,89 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def kl(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
     """KL(reference || other) in nats, one a position."""
-    p, q = log_softmax(reference), log_softmax(other)
-    return (np.exp(p) * (p - q)).sum(-1)
+    return Reference(reference).kl(other)
+
+
+class Reference:
+    """float32 logits [..., V] to judge by, and transformers' own in a reduced precision; what every verdict needs of them is computed once."""
+
+    def __init__(self, logits: np.ndarray, theirs: np.ndarray | None = None):
+        self.logits = logits.reshape(-1, logits.shape[-1])
+        self.theirs = None if theirs is None else theirs.reshape(self.logits.shape)
+
+    @cached_property
+    def _log_p(self) -> np.ndarray:
+        return log_softmax(self.logits)
+
+    @cached_property
+    def _p(self) -> np.ndarray:
+        return np.exp(self._log_p)
+
+    @cached_property
+    def _negative_entropy(self) -> np.ndarray:
+        return np.einsum("pv,pv->p", self._p, self._log_p)
+
+    def kl(self, other: np.ndarray) -> np.ndarray:
+        """KL(reference || other) in nats, one a position."""
+        return self._negative_entropy - np.einsum("pv,pv->p", self._p, log_softmax(other.reshape(self.logits.shape)))
+
+    @cached_property
+    def their_kl(self) -> np.ndarray:
+        return self.kl(self.theirs)
+
+    @cached_property
+    def their_tail(self) -> float:
+        return _tail(np.abs(self.theirs - self.logits))
+
+    @cached_property
+    def greedy(self) -> tuple[np.ndarray, np.ndarray]:
+        """The greedy token of each position, and how far its logit is above the next."""
+        top = np.partition(self.logits, -2, axis=-1)[:, -2:]
+        return self.logits.argmax(-1), top[:, 1] - top[:, 0]
+
+    def judge(self, ours: np.ndarray, dtype: str) -> Verdict:
+        """A verdict on logits of the same shape.
+
+        float32: every value within FLOAT32_BAR and greedy tokens equal but for ties within the noise.
+        Reduced precision: against ``theirs``, transformers' own logits in that dtype.
+        """
+        ours = ours.reshape(self.logits.shape)
+        if not np.isfinite(ours).all():
+            return Verdict("fail", "transformers float32", float("inf"), float("inf"), len(ours), 0, "logits are not finite")
+        error = np.abs(ours - self.logits)
+        divergence, our_kl, largest = self._first_divergence(ours, float(error.max())), self.kl(ours), float(error.max())
+        numbers = {"reference": "transformers float32", "max_abs": largest, "kl_mean": float(our_kl.mean()), "positions": len(ours), "first_divergence": divergence}
+        if dtype != "float32":
+            return self._reduced(our_kl, _tail(error), numbers)
+        good = largest < FLOAT32_BAR and divergence is None
+        reason = f"largest difference {largest:.1e}, bar {FLOAT32_BAR:.0e}" + ("" if divergence is None else f"; greedy tokens differ at position {divergence}")
+        return Verdict("pass" if good else "fail", **numbers, reason=reason)
+
+    def _reduced(self, our_kl: np.ndarray, our_tail: float, numbers: dict[str, Any]) -> Verdict:
+        if self.theirs is None:
+            raise ValueError("a reduced-precision verdict needs transformers' logits in that dtype")
+        ratio, upper = kl_ratio(our_kl, self.their_kl)
+        tail = our_tail / self.their_tail
+        good = upper < KL_RATIO_BAR and tail <= TAIL_RATIO_BAR and numbers["first_divergence"] is None
+        reason = f"KL {ratio:.2f} of transformers' own (95 % below {upper:.2f}, bar {KL_RATIO_BAR}), tail {tail:.2f} (bar {TAIL_RATIO_BAR})"
+        if len(our_kl) < POSITIONS_ASKED:
+            reason += f"; {len(our_kl)} positions, {POSITIONS_ASKED} are asked for a firm verdict"
+        return Verdict("pass" if good else "fail", **numbers, reason=reason, kl_ratio=ratio, tail_ratio=tail)
+
+    def _first_divergence(self, ours: np.ndarray, noise: float) -> int | None:
+        """First position whose greedy tokens differ although the reference's margin exceeds the noise."""
+        tokens, margin = self.greedy
+        different = (ours.argmax(-1) != tokens) & (margin > 2 * noise)
+        return int(np.argmax(different)) if different.any() else None
+
+
+def _tail(error: np.ndarray) -> float:
+    return float(np.quantile(error, 0.999))
 
 
 def compare_logits(ours: np.ndarray, reference: np.ndarray, dtype: str, theirs: np.ndarray | None = None) -> Verdict:
-    """Judge logits [..., V] against a float32 reference of the same shape.
-
-    float32: every value within FLOAT32_BAR and greedy tokens equal but for ties within the noise.
-    Reduced precision: against ``theirs``, transformers' own logits in that dtype.
-    """
-    ours, reference = ours.reshape(-1, ours.shape[-1]), reference.reshape(-1, reference.shape[-1])
-    if not np.isfinite(ours).all():
-        return Verdict("fail", "transformers float32", float("inf"), float("inf"), len(ours), 0, "logits are not finite")
-    error = np.abs(ours - reference)
-    divergence = _first_divergence(ours, reference, float(error.max()))
-    numbers = {"reference": "transformers float32", "max_abs": float(error.max()), "kl_mean": float(kl(reference, ours).mean()), "positions": len(ours)}
-    if dtype == "float32":
-        good = error.max() < FLOAT32_BAR and divergence is None
-        reason = f"largest difference {error.max():.1e}, bar {FLOAT32_BAR:.0e}" + ("" if divergence is None else f"; greedy tokens differ at position {divergence}")
-        return Verdict("pass" if good else "fail", **numbers, first_divergence=divergence, reason=reason)
-    if theirs is None:
-        raise ValueError("a reduced-precision verdict needs transformers' logits in that dtype")
-    return _reduced(ours, reference, theirs.reshape(ours.shape), numbers, divergence)
-
-
-def _reduced(ours: np.ndarray, reference: np.ndarray, theirs: np.ndarray, numbers: dict[str, Any], divergence: int | None) -> Verdict:
-    ratio, upper = kl_ratio(kl(reference, ours), kl(reference, theirs))
-    tail = float(np.quantile(np.abs(ours - reference), 0.999) / np.quantile(np.abs(theirs - reference), 0.999))
-    good = upper < KL_RATIO_BAR and tail <= TAIL_RATIO_BAR and divergence is None
-    reason = f"KL {ratio:.2f} of transformers' own (95 % below {upper:.2f}, bar {KL_RATIO_BAR}), tail {tail:.2f} (bar {TAIL_RATIO_BAR})"
-    if len(ours) < POSITIONS_ASKED:
-        reason += f"; {len(ours)} positions, {POSITIONS_ASKED} are asked for a firm verdict"
-    return Verdict("pass" if good else "fail", **numbers, first_divergence=divergence, reason=reason, kl_ratio=ratio, tail_ratio=tail)
+    """``Reference(reference, theirs).judge(ours, dtype)``, for one verdict."""
+    return Reference(reference, theirs).judge(ours, dtype)
 
 
 def kl_ratio(ours: np.ndarray, theirs: np.ndarray, draws: int = 1000) -> tuple[float, float]:
@@ -88,11 +139,3 @@ def kl_ratio(ours: np.ndarray, theirs: np.ndarray, draws: int = 1000) -> tuple[f
     picks = generator.integers(0, len(ours), (draws, len(ours)))
     ratios = ours[picks].mean(1) / theirs[picks].mean(1)
     return float(ours.mean() / theirs.mean()), float(np.quantile(ratios, 0.975))
-
-
-def _first_divergence(ours: np.ndarray, reference: np.ndarray, noise: float) -> int | None:
-    """First position whose greedy tokens differ although the reference's margin exceeds the noise."""
-    top = np.sort(np.partition(reference, -2, axis=-1)[:, -2:], axis=-1)
-    margin = top[:, 1] - top[:, 0]
-    different = (ours.argmax(-1) != reference.argmax(-1)) & (margin > 2 * noise)
-    return int(np.argmax(different)) if different.any() else None

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from .models import model_config, open_transformers, tokenizer_of, weight_bytes
+from .line import Line
+from .models import encode_prompts, model_config, open_transformers, weight_bytes
 from .parity import compare_logits
 from .timing import quantiles
-from .workload import PROMPTS, Variant, Workload
+from .workload import Variant, Workload
 
 
 class _Forcing(LogitsProcessor):
@@ -34,25 +35,29 @@ class _Forcing(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen[:, None], 0.0)
 
 
-def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[str, Any]]:
+def measure_transformers(workload: Workload, job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
     """Write the reference file, then judge and time ``generate`` itself."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = encode_prompts(workload)
-    reference = open_transformers(workload.model, "float32", device)
-    tokens, logits = _reference(reference, prompts, workload.new_tokens)
+    model = open_transformers(workload.model, "float32", device)
+    tokens, logits = _reference(model, prompts, workload.new_tokens)
     stored = {"prompts": json.dumps(prompts), "tokens": tokens, "logits": logits}
     started = time.perf_counter()
-    model = reference
     if workload.dtype != "float32":
+        del model  # never two of them on the device
         model = open_transformers(workload.model, workload.dtype, device)
         stored["theirs"] = _teacher_forced(model, prompts, tokens)
     load_s = time.perf_counter() - started
     np.savez(job["reference"], **stored)
+    line.say("reference")
     if not job["variants"]:
         return []
     batch = _left_padded(model, prompts, device)
     stepped = np.stack(_generate(model, batch, tokens, keep_logits=True).logits)
     verdict = compare_logits(stepped, logits, workload.dtype, stored.get("theirs"))
+    _plain_generate(model, batch, tokens.shape[1])  # warm-up
+    line.say("ready")
+    line.wait("go")
     samples, seconds, cpu = _time(model, batch, tokens, job["repeats"])
     step_ms = quantiles(samples)
     return [
@@ -69,14 +74,6 @@ def measure_transformers(workload: Workload, job: dict[str, Any]) -> list[dict[s
             "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,
         }
     ]
-
-
-def encode_prompts(workload: Workload) -> list[list[int]]:
-    """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
-    tokenizer, vocab = tokenizer_of(workload.model), model_config(workload.model).vocab_size
-    if tokenizer.present:
-        return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
-    return [[(37 * t + 11 * row + 5) % vocab for t in range(5 + row % 4)] for row in range(workload.batch)]
 
 
 @torch.no_grad()
@@ -126,10 +123,9 @@ def _plain_generate(model: torch.nn.Module, batch: dict[str, torch.Tensor], coun
 
 
 def _time(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: np.ndarray, repeats: int) -> tuple[list[float], float, float]:
-    """Step samples in ms from a forced run; median seconds and CPU ms a step of plain ``generate``."""
+    """Step samples in ms from forced runs of a warm model; median seconds and CPU ms a step of plain ``generate``."""
     samples: list[float] = []
     seconds, cpu = [], []
-    _plain_generate(model, batch, tokens.shape[1])
     for _ in range(repeats):
         samples += (np.diff(_generate(model, batch, tokens, keep_logits=False).times) * 1e3).tolist()
         started, cpu_started = time.perf_counter(), time.process_time()

@@ -1,8 +1,7 @@
-"""Run a comparison: one worker process a framework, one after the other, results in one file."""
+"""Run a comparison: one worker process a framework, timed one after the other, results in one file."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -17,7 +16,8 @@ import numpy as np
 
 from . import results
 from .environment import cuda_visible, environment
-from .ledger import merge
+from .line import Worker
+from .models import model_config, weight_bytes
 from .workload import VARIANTS, Variant, Workload, why_not
 
 log = logging.getLogger(__name__)
@@ -40,25 +40,17 @@ class Plan:
 def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Plan | None = None) -> dict[str, Any]:
     """Measure every variant that this machine can run; the others say why not. Returns a result object.
 
-    Workers never run at the same time. The transformers worker goes first: it makes the reference.
+    Workers prepare side by side where memory allows; while one is timed, nothing else runs.
     """
     plan, cuda = plan or Plan(), cuda_visible()
-    measured: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        jobs = []
         for framework in ("transformers", "torch", "jax"):
             wanted = [v for v in variants if v.framework == framework and why_not(v, cuda, workload.batch) is None]
-            if not wanted and framework != "transformers":
-                continue
-            log.info("measuring %s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
-            job = _job(framework, workload, wanted, plan, cuda, folder)
-            found = _work(job, folder)
-            if framework == "transformers" and not Path(job["reference"]).exists():
-                raise results.ResultError("the reference run failed, so no parity verdict can be given: see the lines above")
-            if framework != "transformers" and cuda[framework] and plan.ledger:
-                log.info("counting driver calls of %s", framework)
-                merge(found, _work({**job, "count": True}, folder))
-            measured += found
+            if wanted or framework == "transformers":  # it makes the reference
+                log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
+                jobs.append(_job(framework, workload, wanted, plan, cuda, Path(name)))
+        measured = measure(jobs, Path(name), together=_room_for_all(workload, cuda))
     for variant in variants:
         reason = why_not(variant, cuda, workload.batch)
         if reason is not None:
@@ -80,7 +72,7 @@ def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: 
         "rounds": plan.rounds,
         "repeats": plan.repeats,
         "device": "cuda" if cuda[framework] else "cpu",
-        "count": False,
+        "ledger": plan.ledger and cuda[framework],
         "xla_flags": plan.xla_flags,
         "xla_options": dict(plan.xla_options),
     }
@@ -94,28 +86,68 @@ def _flags(plan: Plan, gpu: bool) -> dict[str, Any]:
     return {"xla_flags": " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), plan.xla_flags])), "xla_options": options}
 
 
-def _work(job: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Run one worker; if it dies, its variants say so."""
-    job["out"] = str(folder / f"{job['framework']}.json")
-    Path(job["out"]).unlink(missing_ok=True)
-    job_file = folder / f"{job['framework']}.job.json"
-    job_file.write_text(json.dumps(job))
+def measure(jobs: Sequence[Mapping[str, Any]], folder: Path, together: bool) -> list[dict[str, Any]]:
+    """Run a worker for each job, the reference's first; result objects of all. Raises ResultError without a reference.
+
+    ``together``: all prepare at the same time; otherwise each starts when the one before has ended.
+    """
+    workers: list[Worker] = []
+    measured: list[dict[str, Any]] = []
+    try:
+        if together:
+            workers += [Worker(job, folder, _environ(job)) for job in jobs]
+        for i, job in enumerate(jobs):
+            if not together:
+                workers.append(Worker(job, folder, _environ(job)))
+            if i == 0:
+                workers[0].hear("reference")
+                if not Path(job["reference"]).exists():
+                    raise results.ResultError(f"no parity verdict can be given without a reference: {workers[0].result()}")
+                for worker in workers[1:]:
+                    worker.tell("reference")
+            elif not together:
+                workers[i].tell("reference")
+            for worker in workers[i:]:  # nothing may prepare while this one is timed
+                worker.ready()
+            workers[i].tell("go")
+            measured += _outcome(workers[i], job)
+    finally:
+        for worker in workers:
+            worker.close()
+    return measured
+
+
+def _outcome(worker: Worker, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a worker measured; if it died, its variants say so."""
+    found = worker.result()
+    if not isinstance(found, str):
+        return found
+    log.error("%s", found)
+    return [{**v, "batch": job["workload"]["batch"], "bucket": job["workload"]["batch"], "not_measured": found} for v in job["variants"]]
+
+
+def _environ(job: Mapping[str, Any]) -> dict[str, str]:
     # JAX takes most of a GPU's memory at the start unless told otherwise.
     environ = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if job["framework"] == "jax" and job["xla_flags"]:
         environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), job["xla_flags"]]))
     root = Path(__file__).resolve().parents[1]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run([sys.executable, "-m", "compare.worker", str(job_file)], env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    if done.returncode == 0 and Path(job["out"]).exists():
-        return json.loads(Path(job["out"]).read_text())
-    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    reason = f"the {job['framework']} worker ended with code {done.returncode}: {lines[-1] if lines else 'no message'}"
-    log.error("%s", reason)
-    log.debug("%s", done.stderr)
-    if job["count"]:
-        return [{**v, "ledger": {"not_measured": reason}} for v in job["variants"]]
-    return [{**v, "batch": job["workload"]["batch"], "bucket": job["workload"]["batch"], "not_measured": reason} for v in job["variants"]]
+    return environ
+
+
+def _room_for_all(workload: Workload, cuda: Mapping[str, bool]) -> bool:
+    """Can three copies of the weights, one of them in float32, lie in half of the memory?"""
+    numbers = weight_bytes(model_config(workload.model), "bfloat16") / 2
+    needed = numbers * (4 + 2 * (4 if workload.dtype == "float32" else 2))
+    return needed <= _free_bytes(cuda["torch"]) / 2
+
+
+def _free_bytes(gpu: bool) -> int:
+    if not gpu:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    code = "import torch; print(torch.cuda.mem_get_info()[0])"  # in a process of its own: this one stays without a CUDA context
+    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
 def device_copy_bandwidth(megabytes: int = 1024) -> float:

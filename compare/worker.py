@@ -1,7 +1,7 @@
 """One process a framework: builds its variants, checks their logits, then times them interleaved.
 
 ``python -m compare.worker JOB.json``: the job names workload, variants, where the reference
-lies and where the result goes. Only what the framework needs is imported.
+lies and where the result goes; ``line`` says when to go on. Only what the framework needs is imported.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from typing import Any
 import numpy as np
 
 from .arms import DecoderArm, open_arms
-from .models import weight_bytes
-from .parity import Verdict, compare_logits, differing_bits
+from .ledger import count_arms, with_counts
+from .line import Line
+from .models import encode_prompts, weight_bytes
+from .parity import Reference, Verdict, differing_bits
 from .timing import STEPS_A_BLOCK, time_generations, time_steps
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
 
 
-def measure(arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None, rounds: int, repeats: int, block: int) -> list[dict[str, Any]]:
-    """Parity first, from each arm's own steps; then the clocks. One result object an arm."""
+def judge_all(arms: Sequence[DecoderArm], workload: Workload, reference: Reference) -> list[Verdict]:
+    """Each arm's verdict, from its own steps."""
     logits = {arm.variant: arm.logits() for arm in arms}
-    verdicts = [judge(arm.variant, logits, workload, reference, theirs) for arm in arms]
-    del logits
+    return [judge(variant, logits, workload, reference) for variant in logits]
+
+
+def time_all(arms: Sequence[DecoderArm], verdicts: Sequence[Verdict], workload: Workload, rounds: int, repeats: int, block: int) -> list[dict[str, Any]]:
+    """The clocks; one result object an arm."""
     steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1, block)
     seconds = time_generations([arm.generate for arm in arms], repeats)
     for arm in arms:
@@ -34,10 +39,10 @@ def measure(arms: Sequence[DecoderArm], workload: Workload, reference: np.ndarra
     return [result_of(arm, verdict, clocks, total, workload) for arm, verdict, clocks, total in zip(arms, verdicts, steps, seconds)]
 
 
-def judge(variant: Variant, logits: Mapping[Variant, np.ndarray], workload: Workload, reference: np.ndarray, theirs: np.ndarray | None) -> Verdict:
+def judge(variant: Variant, logits: Mapping[Variant, np.ndarray], workload: Workload, reference: Reference) -> Verdict:
     """A variant's logits against the reference's, and bit by bit against the same step without a graph."""
     own = logits[variant]
-    verdict = compare_logits(own, reference, workload.dtype, theirs)
+    verdict = reference.judge(own, workload.dtype)
     # Selection plays no part in logits, so the greedy step is the twin of the sampled one too.
     twin = logits.get(replace(variant, launch=WITHOUT_GRAPH[variant.framework], sampling="greedy"))
     if variant.launch not in NEEDS_CUDA or twin is None:
@@ -69,31 +74,43 @@ def result_of(arm: DecoderArm, verdict: Verdict, clocks: dict[str, Any], seconds
     }
 
 
-def run(job: dict[str, Any]) -> list[dict[str, Any]]:
+def run(job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
     workload, variants = Workload(**job["workload"]), [Variant(**v) for v in job["variants"]]
     if job["framework"] == "transformers":
         from .peer import measure_transformers
 
-        return measure_transformers(workload, job)
+        return measure_transformers(workload, job, line)
     if job["framework"] == "jax":
         from jax_decoder import xla_flags
 
         xla_flags.check_environment()
         xla_flags.set_options(job["xla_options"])
-    stored = np.load(job["reference"])
-    prompts, forced = json.loads(str(stored["prompts"])), stored["tokens"].tolist()
-    if job["count"]:
-        from .ledger import count_variants
-
-        return count_variants(workload, variants, prompts, forced)
-    arms, failures = open_arms(workload, variants, prompts, forced)
-    measured = measure(arms, workload, stored["logits"], stored.get("theirs"), job["rounds"], job["repeats"], STEPS_A_BLOCK[job["device"]]) if arms else []
+    # The tokens to force are not known before the reference is: any will do until then.
+    arms, failures = open_arms(
+        workload, variants, encode_prompts(workload, job["framework"]), [[0] * workload.new_tokens] * workload.batch, lambda label: line.say("opened", f"opened {label}")
+    )
+    line.wait("reference")
+    measured = _measure(arms, workload, job, line) if arms else []
     return measured + failures
 
 
+def _measure(arms: Sequence[DecoderArm], workload: Workload, job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
+    stored = np.load(job["reference"])
+    for arm in arms:
+        arm.forced = stored["tokens"].tolist()
+    verdicts = judge_all(arms, workload, Reference(stored["logits"], stored.get("theirs")))
+    line.say("ready", "ready to be timed")
+    line.wait("go")
+    measured = time_all(arms, verdicts, workload, job["rounds"], job["repeats"], STEPS_A_BLOCK[job["device"]])
+    if not job["ledger"]:
+        return measured
+    line.say("timed")
+    return [with_counts(result, ledger) for result, ledger in zip(measured, count_arms(arms))]
+
+
 def main(argv: Sequence[str]) -> int:
-    job = json.loads(Path(argv[0]).read_text())
-    Path(job["out"]).write_text(json.dumps(run(job)))
+    job, line = json.loads(Path(argv[0]).read_text()), Line.of_this_process()
+    Path(job["out"]).write_text(json.dumps(run(job, line)))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from .config import ModelConfig
 from .decode import FAILED, RUNNING, STATE_FIELDS, STOPPED, DecodeState
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
-from .model import check_fused
-from .options import Options
+from .model import Model, check_fused
+from .options import Options, changed_options
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
+from .rope import rope_table
 from .runner import LOOP_STEPS, StepFailed, StepRunner
 from .settings import KINDS, Sampling
 from .text import StreamText, Tokenizer
@@ -61,9 +62,9 @@ class DecodeHandle:
 class Decoder:
     """A language model that decodes with JAX. Use ``from_pretrained``; close after use."""
 
-    def __init__(self, runner: StepRunner, tokenizer: Tokenizer, memory: MemoryPlan | None = None):
+    def __init__(self, runner: StepRunner, tokenizer: Tokenizer, options: Options | None = None, memory: MemoryPlan | None = None):
         self.config, self.max_seq_len, self.max_batch = runner.config, runner.max_seq_len, runner.buckets[-1]
-        self._runner, self._tokenizer, self._memory = runner, tokenizer, memory
+        self._runner, self._tokenizer, self._options, self._memory = runner, tokenizer, options, memory
         self._lock = threading.Lock()
         self._closed = False
 
@@ -124,15 +125,44 @@ class Decoder:
         """
         return cls._build(config, iter(tensors), tokenizer or Tokenizer(None), Options(**options))
 
+    def with_options(self, **changes: Any) -> Decoder:
+        """Another decoder of the same weights, with other options; nothing is loaded or copied.
+
+        ``changes`` as in ``from_pretrained``, except dtype and device, which the weights fix
+        (ConfigError). ``load_weights`` changes the decoder it is called on alone; each is closed
+        by itself.
+        """
+        if self._options is None:
+            raise DecoderError("this decoder was put together by hand: with_options needs one of from_pretrained or from_tensors")
+        with self._exclusive():
+            options, parameters = changed_options(self._options, changes), self._runner.programs.parameters()
+            memory = self._plan(self.config, options, held=sum(array.nbytes for array in parameters.values()))
+            model = abstract_model(self.config, options.max_seq_len, options.packing, options.jax_dtype, options.kernels)
+            if options.max_seq_len != self.max_seq_len:
+                parameters["rope"] = jax.device_put(rope_table(self.config, options.max_seq_len), options.place)
+            return self._start(model, parameters, self._tokenizer, options, memory)
+
     @classmethod
     def _build(cls, config: ModelConfig, tensors: Iterator[tuple[str, Any]], tokenizer: Tokenizer, options: Options) -> Decoder:
+        memory = cls._plan(config, options)
+        place = jax.sharding.SingleDeviceSharding(options.place)
+        model, parameters = build_parameters(config, tensors, options.jax_dtype, place, options.max_seq_len, options.packing, options.kernels)
+        return cls._start(model, parameters, tokenizer, options, memory)
+
+    @staticmethod
+    def _plan(config: ModelConfig, options: Options, held: int = 0) -> MemoryPlan:
+        """``held``: bytes of weights that are on the device already. Raises ConfigError."""
         if options.kernels == "fused":
             check_fused(config)
-        place, dtype = options.place, options.jax_dtype
-        memory = plan_memory(config, options.buckets, options.max_seq_len, dtype, options.packing, options.memory_budget or available_bytes(place))
-        model, parameters = build_parameters(config, tensors, dtype, jax.sharding.SingleDeviceSharding(place), options.max_seq_len, options.packing, options.kernels)
-        runner = StepRunner(model, parameters, options.launch, options.buckets, dtype, place, strict=options.strict)
-        decoder = cls(runner, tokenizer, memory)
+        limit, free = options.memory_budget, available_bytes(options.place)
+        if limit is None and free is not None:
+            limit = free + held
+        return plan_memory(config, options.buckets, options.max_seq_len, options.jax_dtype, options.packing, limit)
+
+    @classmethod
+    def _start(cls, model: Model, parameters: Mapping[str, jax.Array], tokenizer: Tokenizer, options: Options, memory: MemoryPlan) -> Decoder:
+        runner = StepRunner(model, parameters, options.launch, options.buckets, options.jax_dtype, options.place, strict=options.strict)
+        decoder = cls(runner, tokenizer, options, memory)
         if options.capture == "ahead":
             decoder.capture()
         return decoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -19,6 +20,20 @@ if not torch.cuda.is_available():  # kernels are interpreted; Triton decides whe
     os.environ.setdefault("DECODE_PALLAS_INTERPRET", "1")
 
 from tests.helpers import DEMO, checkpoint
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with suppress(ImportError):  # Triton exists for Linux only
+        from tests.interpreter import mend
+
+        mend()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure when it happens: a run that is cut short never comes to its summary."""
+    # With xdist the controller hears of every report, too, and alone writes where someone reads.
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        print(f"\nFAILED {report.nodeid} ({report.when}): {crash.message.splitlines()[0] if crash and crash.message else str(report.longrepr)[-200:]}", flush=True)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import re
 import shutil
 import subprocess
 import time
 from dataclasses import asdict
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,13 +20,14 @@ from compare import results, timing
 from compare.arms import DecoderArm
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
-from compare.parity import differing_bits
+from compare.line import Line
+from compare.parity import Reference, differing_bits
 from compare.peer import measure_transformers
 from compare.report import headline, render
-from compare.run import Plan, compare
+from compare.run import Plan, compare, measure
 from compare.tables import BEGIN, END, launch_table, with_table
 from compare.timing import MeasurementError, time_steps
-from compare.worker import measure
+from compare.worker import judge_all
 from compare.workload import VARIANTS, Variant, Workload, why_not
 from tests.helpers import copy_of, edit_config, edit_tensors, numpy
 from tests.recorders import graph_decoder
@@ -41,7 +45,7 @@ def workload(strong):
 def reference(workload, tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "reference.npz"
     job = {"reference": str(path), "variants": [Variant("transformers", "eager").as_dict()], "rounds": 1, "repeats": 1}
-    peer = measure_transformers(workload, job)
+    peer = measure_transformers(workload, job, Line(io.StringIO(), io.StringIO("go\n")))
     return {"peer": peer, **{k: v for k, v in np.load(path).items()}}
 
 
@@ -77,7 +81,7 @@ def test_a_broken_step_fails_its_own_variant_alone(broken, workload, reference):
         return state
 
     runner.step = one_logit_off
-    verdicts = [r["parity"]["verdict"] for r in measure(arms, workload, reference["logits"], None, 2, 1, 4)]
+    verdicts = [v.verdict for v in judge_all(arms, workload, Reference(reference["logits"]))]
     assert verdicts == ["fail" if i == broken else "pass" for i in range(len(ARMS))]
 
 
@@ -211,6 +215,56 @@ def test_a_run_measures_what_is_here_and_says_why_not_elsewhere(result, workload
     assert {"cpu", "gpu", "versions", "xla_flags", "commit"} <= set(result["environment"])
 
 
+class FakeWorker:
+    """Writes down what is asked of it; the reference's worker makes its file."""
+
+    said: ClassVar[list[str]] = []
+
+    def __init__(self, job, folder, environ):
+        self.job, self.name, self.is_ready = job, job["framework"], False
+        self.said.append(f"{self.name} starts")
+
+    def hear(self, event):
+        Path(self.job["reference"]).touch()
+
+    def ready(self):
+        if not self.is_ready:
+            self.said.append(f"{self.name} ready")
+        self.is_ready = True
+
+    def tell(self, word):
+        self.said.append(f"{word} to {self.name}")
+
+    def result(self):
+        self.said.append(f"{self.name} ends")
+        return [self.name]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_nothing_prepares_while_a_worker_is_timed(together, tmp_path, monkeypatch):
+    monkeypatch.setattr("compare.run.Worker", FakeWorker)
+    FakeWorker.said.clear()
+    names = ("transformers", "torch", "jax")
+    jobs = [{"framework": name, "reference": str(tmp_path / "reference.npz"), "xla_flags": "", "variants": []} for name in names]
+    assert measure(jobs, tmp_path, together) == list(names)
+    said = FakeWorker.said
+    for i, name in enumerate(names):
+        go, end = said.index(f"go to {name}"), said.index(f"{name} ends")
+        assert end == go + 1 and said.index(f"{name} ready") < go
+        for other in names[i + 1 :]:
+            assert (said.index(f"{other} ready") < go) if together else (said.index(f"{other} starts") > end)
+            assert said.index(f"reference to {other}") < said.index(f"{other} ready")
+
+
+def test_workers_one_by_one_measure_the_same(workload, monkeypatch):
+    monkeypatch.setattr("compare.run._room_for_all", lambda workload, cuda: False)
+    result = compare(workload, ARMS[:2], Plan(rounds=1, repeats=1))
+    assert [v["parity"]["verdict"] for v in result["variants"]] == ["pass", "pass"]
+
+
 def test_a_result_survives_the_file(result, tmp_path):
     results.save(result, tmp_path / "deep" / "run.json")
     assert results.load(tmp_path / "deep" / "run.json") == json.loads(json.dumps(result))
@@ -285,16 +339,15 @@ def test_the_page_opens_in_a_browser_without_a_complaint(result, tmp_path):
 
 def test_run_exits_1_when_a_variant_fails(strong, tmp_path, monkeypatch, capsys):
     """A verdict of fail must reach the shell: here the bar is made impossible to meet."""
-    monkeypatch.setattr("compare.run._work", lambda job, folder: _failing(job, folder))
+    monkeypatch.setattr("compare.run.measure", _failing)
     arguments = ["run", "--model", str(strong("llama")), "--only", "transformers", "--out", str(tmp_path / "run.json"), "--json"]
     assert main(arguments) == 1
     assert json.loads(capsys.readouterr().out)["variants"][0]["parity"]["verdict"] == "fail"
 
 
-def _failing(job, folder):
-    np.savez(job["reference"], nothing=0)
+def _failing(jobs, folder, together):
     clocks = {"step_ms": {"p10": 1, "p50": 1, "p90": 1, "samples": [1]}, "tokens_per_s": 1, "parity": {"verdict": "fail", "max_abs": 1, "reason": ""}}
-    return [{**v, "batch": 1, "bucket": 1, **clocks} for v in job["variants"]]
+    return [{**v, "batch": 1, "bucket": 1, **clocks} for job in jobs for v in job["variants"]]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,8 @@ from torch_decoder.kernels import plain, why_not_fused
 
 triton = pytest.importorskip("triton")
 
-from tests.interpreter import mend  # noqa: E402
 from torch_decoder.kernels import advance, attention, products, tiles  # noqa: E402
 
-mend()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Of the largest result: float32 sums in another order; half precision rounds its inputs alike, its results once more.

@@ -8,8 +8,7 @@ from collections import Counter
 
 import pytest
 
-from compare.ledger import Ledger, LedgerError, count_steps, merge, tally
-from compare.workload import Variant
+from compare.ledger import Ledger, LedgerError, count_arms, count_steps, tally, with_counts
 
 
 @pytest.mark.parametrize(
@@ -95,16 +94,22 @@ def test_only_the_steps_are_counted_once_each(cupti):
     assert (found["steps"], found["graph_launches"], found["other_launches"], found["graph_updates"], found["synchronisations"]) == (20, 20, 0, 4, 0)
 
 
-def test_counts_reach_their_own_variant():
-    graph, eager = Variant("torch", "cuda_graph").as_dict(), Variant("torch", "eager").as_dict()
-    measured = [{**graph, "step_ms": {}}, {**eager, "step_ms": {}}, {**Variant("jax", "jit").as_dict(), "not_measured": "no CUDA device"}]
+def test_counts_a_step_stand_in_the_result():
     counts = {"steps": 20, "graph_launches": 20, "other_launches": 0, "graph_updates": 1}
-    merge(measured, [{**eager, "ledger": {"not_measured": "why"}}, {**graph, "ledger": counts}, {**measured[2], "ledger": counts}])
-    assert (measured[0]["graph_launches_per_step"], measured[0]["graph_updates_per_step"]) == (1.0, 0.05)
-    assert measured[1]["ledger"] == {"not_measured": "why"} and "graph_launches_per_step" not in measured[1] and "ledger" not in measured[2]
+    result = with_counts({"step_ms": {}}, counts)
+    assert (result["graph_launches_per_step"], result["other_launches_per_step"], result["graph_updates_per_step"]) == (1.0, 0.0, 0.05)
+    assert with_counts({"step_ms": {}}, {"not_measured": "why"}) == {"step_ms": {}, "ledger": {"not_measured": "why"}}
+
+
+def test_arms_are_counted_each_by_itself(cupti):
+    arms = [Arm(cupti), Arm(cupti)]
+    for arm in arms:
+        arm.forced = [[0] * 11]
+    assert [(c["steps"], c["graph_launches"]) for c in count_arms(arms)] == [(10, 10), (10, 10)]
 
 
 def test_without_cupti_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupti", None)
     with pytest.raises(LedgerError, match="pip install cupti-python"):
         Ledger()
+    assert "pip install" in count_arms([None])[0]["not_measured"]

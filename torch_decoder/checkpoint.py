@@ -159,6 +159,16 @@ def empty_model(config: ModelConfig, dtype: torch.dtype, device: torch.device, m
     return model
 
 
+def share_model(model: Model, max_seq_len: int, kernels: str) -> Model:
+    """A second module over the same parameters, with buffers of its own."""
+    weight = model.embed_tokens.weight
+    with torch.device("meta"):
+        other = Model(model.config, max_seq_len, kernels).to(weight.dtype)
+    other.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    other.rebuild_buffers()
+    return other.eval()
+
+
 def _chain(first: tuple[str, Tensor], rest: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     yield first
     yield from rest

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from .budget import MemoryPlan, plan_memory
-from .checkpoint import build_model, pack, read_tensors, verify
+from .checkpoint import build_model, pack, read_tensors, share_model, verify
 from .config import ModelConfig
 from .decode import FAILED, RUNNING, STOPPED, DecodeState, prefill_chunk
 from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
 from .model import Model
-from .options import Options
+from .options import Options, changed_options
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
 from .runner import PREFILL_CHUNK, Held, StepFailed, StepRunner
 from .settings import KINDS, Sampling
@@ -63,10 +63,10 @@ class DecodeHandle:
 class Decoder:
     """A language model that decodes with PyTorch. Use ``from_pretrained``; close after use."""
 
-    def __init__(self, model: Model, runner: StepRunner, tokenizer: Tokenizer, memory: MemoryPlan | None = None):
+    def __init__(self, model: Model, runner: StepRunner, tokenizer: Tokenizer, options: Options | None = None, memory: MemoryPlan | None = None):
         self.model, self.config = model, model.config
         self.max_seq_len, self.max_batch = model.max_seq_len, runner.buckets[-1]
-        self._runner, self._tokenizer, self._memory = runner, tokenizer, memory
+        self._runner, self._tokenizer, self._options, self._memory = runner, tokenizer, options, memory
         self._lock = threading.Lock()
         self._closed = False
 
@@ -113,15 +113,37 @@ class Decoder:
         """
         return cls._build(config, iter(tensors), tokenizer or Tokenizer(None), Options(**options))
 
+    def with_options(self, **changes: Any) -> Decoder:
+        """Another decoder of the same weights, with other options; nothing is loaded or copied.
+
+        ``changes`` as in ``from_pretrained``, except dtype and device, which the weights fix
+        (ConfigError). ``load_weights`` of either decoder reaches both; each is closed by itself.
+        """
+        if self._options is None:
+            raise DecoderError("this decoder was put together by hand: with_options needs one of from_pretrained or from_tensors")
+        with self._exclusive():
+            options = changed_options(self._options, changes)
+            memory = self._plan(self.config, options, held=sum(p.nbytes for p in self.model.parameters()))
+            return self._start(share_model(self.model, options.max_seq_len, options.kernels), self._tokenizer, options, memory)
+
     @classmethod
     def _build(cls, config: ModelConfig, tensors: Iterator[tuple[str, torch.Tensor]], tokenizer: Tokenizer, options: Options) -> Decoder:
-        place, dtype = options.place, options.torch_dtype
+        memory = cls._plan(config, options)
+        model = build_model(config, tensors, options.torch_dtype, options.place, options.max_seq_len, options.kernels)
+        return cls._start(model, tokenizer, options, memory)
+
+    @staticmethod
+    def _plan(config: ModelConfig, options: Options, held: int = 0) -> MemoryPlan:
+        """``held``: bytes of weights that are on the device already. Raises ConfigError."""
         limit = options.memory_budget
-        if limit is None and place.type == "cuda":
-            limit = torch.cuda.mem_get_info(place)[0]
-        memory = plan_memory(config, options.buckets, options.max_seq_len, dtype, limit)
-        model = build_model(config, tensors, dtype, place, options.max_seq_len, options.kernels)
-        decoder = cls(model, StepRunner(model, options.launch, options.buckets, dtype, place, strict=options.strict), tokenizer, memory)
+        if limit is None and options.place.type == "cuda":
+            limit = torch.cuda.mem_get_info(options.place)[0] + held
+        return plan_memory(config, options.buckets, options.max_seq_len, options.torch_dtype, limit)
+
+    @classmethod
+    def _start(cls, model: Model, tokenizer: Tokenizer, options: Options, memory: MemoryPlan) -> Decoder:
+        runner = StepRunner(model, options.launch, options.buckets, options.torch_dtype, options.place, strict=options.strict)
+        decoder = cls(model, runner, tokenizer, options, memory)
         if options.capture == "ahead":
             decoder.capture()
         return decoder

@@ -62,7 +62,7 @@ class Model(nn.Module):
         cos, sin = torch.from_numpy(rope_table(self.config, self.max_seq_len)).unbind(1)
         table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
         self.rope = table.to(self.embed_tokens.weight.device)
-        self.finished.zero_()
+        self.finished = torch.zeros_like(self.finished, device=self.rope.device)
 
     def forward(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T D"]:
         """Hidden states before the final norm; keys and values go into ``cache`` at ``positions``."""

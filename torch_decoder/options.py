@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,19 @@ class Options:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+
+def changed_options(options: Options, changes: Mapping[str, Any]) -> Options:
+    """``options`` with ``changes``, for a decoder of weights that are loaded. Raises ConfigError."""
+    for name in ("dtype", "device"):
+        if name in changes and changes[name] != getattr(options, name):
+            raise ConfigError(f"{name} is {changes[name]!r}, but the weights are loaded with {getattr(options, name)!r}: use from_pretrained")
+    unknown = sorted(set(changes) - set(Options.__dataclass_fields__))
+    if unknown:
+        raise ConfigError(f"unknown options {', '.join(unknown)}, expected some of {', '.join(Options.__dataclass_fields__)}")
+    if "max_batch" in changes:
+        changes = {"buckets": None, **changes}  # the old ones end at the old max_batch
+    return replace(options, **changes)
 
 
 def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

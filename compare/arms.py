@@ -116,16 +116,24 @@ def _dynamo_compilations() -> int:
 
 
 def open_arms(
-    workload: Workload, variants: Sequence[Variant], prompts: list[list[int]], forced: list[list[int]], opened: Callable[[str], None] = lambda label: None
+    workload: Workload,
+    variants: Sequence[Variant],
+    prompts: list[list[int]],
+    forced: list[list[int]],
+    limit_s: float = float("inf"),
+    opened: Callable[[str], None] = lambda label: None,
 ) -> tuple[list[DecoderArm], list[dict[str, Any]]]:
     """An arm for every variant that starts, over one copy of the weights, and a result object with the reason for every other.
 
-    ``opened`` hears of each one.
+    None is begun after ``limit_s`` seconds. ``opened`` hears of each one.
     """
     arms: list[DecoderArm] = []
     failures = []
+    started = time.perf_counter()
     for variant in variants:
         try:
+            if (seconds := time.perf_counter() - started) > limit_s:
+                raise MeasurementError(f"not prepared: the variants before it took {seconds:.0f} s, and --prepare-limit is {limit_s:.0f}")
             arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None))
         except Exception as error:  # one variant that cannot start must not take the others along
             if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):

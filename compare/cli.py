@@ -33,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--repeats", type=int, default=3, help="timed generations for each variant (default: %(default)s)")
     run.add_argument("--only", nargs="+", metavar="WORD", help="only variants whose label holds one of these words")
     run.add_argument("--without", nargs="+", metavar="WORD", default=[], help="no variant whose label holds one of these words")
-    run.add_argument("--no-ledger", action="store_true", help="do not count driver calls (on a GPU they are counted in processes of their own)")
+    run.add_argument("--no-ledger", action="store_true", help="do not count driver calls (on a GPU they are counted after all else)")
+    run.add_argument("--prepare-limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no variant after so many seconds of preparing others of its framework")
     run.add_argument("--xla-flags", action="store_true", help="give this project's XLA flags to the JAX worker as XLA_FLAGS, not as compiler options alone")
     run.add_argument(
         "--xla-flag", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option of your own for every step, or with --xla-flags a flag; repeatable"
@@ -80,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len)
     model_config(workload.model)  # bad input is found before any worker starts
     variants = chosen(args.only, args.without)
-    result = compare(workload, variants, Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags)))
+    result = compare(workload, variants, Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit))
     results.save(result, Path(args.out))
     if args.report:
         from .report import write

@@ -70,6 +70,12 @@ class Reference:
     def _negative_entropy(self) -> np.ndarray:
         return np.einsum("pv,pv->p", self._p, self._log_p)
 
+    def prepare(self, dtype: str) -> None:
+        """Compute what verdicts share, before threads ask for it."""
+        _ = self._negative_entropy, self.greedy
+        if dtype != "float32" and self.theirs is not None:
+            _ = self.their_kl, self.their_tail
+
     def kl(self, other: np.ndarray) -> np.ndarray:
         """KL(reference || other) in nats, one a position."""
         return self._negative_entropy - np.einsum("pv,pv->p", self._p, log_softmax(other.reshape(self.logits.shape)))

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 class Plan:
     """How to measure: timed blocks and generations a variant, and whether driver calls are counted.
 
+    No variant is begun after ``prepare_limit`` seconds of preparing others of its framework.
     ``xla_flags`` become XLA_FLAGS of the JAX worker, ``xla_options`` compiler options of its steps.
     """
 
@@ -35,6 +36,7 @@ class Plan:
     ledger: bool = True
     xla_flags: str = ""
     xla_options: Mapping[str, str] = field(default_factory=dict)
+    prepare_limit: float = float("inf")
 
 
 def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Plan | None = None) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: 
         "repeats": plan.repeats,
         "device": "cuda" if cuda[framework] else "cpu",
         "ledger": plan.ledger and cuda[framework],
+        "prepare_limit": plan.prepare_limit,
         "xla_flags": plan.xla_flags,
         "xla_options": dict(plan.xla_options),
     }

@@ -7,8 +7,10 @@ lies and where the result goes; ``line`` says when to go on. Only what the frame
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
 def judge_all(arms: Sequence[DecoderArm], workload: Workload, reference: Reference) -> list[Verdict]:
     """Each arm's verdict, from its own steps."""
     logits = {arm.variant: arm.logits() for arm in arms}
-    return [judge(variant, logits, workload, reference) for variant in logits]
+    reference.prepare(workload.dtype)
+    with ThreadPoolExecutor(min(len(arms), os.cpu_count() or 1, 8)) as pool:  # numpy leaves the other cores idle
+        return list(pool.map(lambda variant: judge(variant, logits, workload, reference), logits))
 
 
 def time_all(arms: Sequence[DecoderArm], verdicts: Sequence[Verdict], workload: Workload, rounds: int, repeats: int, block: int) -> list[dict[str, Any]]:
@@ -86,9 +90,8 @@ def run(job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
         xla_flags.check_environment()
         xla_flags.set_options(job["xla_options"])
     # The tokens to force are not known before the reference is: any will do until then.
-    arms, failures = open_arms(
-        workload, variants, encode_prompts(workload, job["framework"]), [[0] * workload.new_tokens] * workload.batch, lambda label: line.say("opened", f"opened {label}")
-    )
+    prompts, forced = encode_prompts(workload, job["framework"]), [[0] * workload.new_tokens] * workload.batch
+    arms, failures = open_arms(workload, variants, prompts, forced, job["prepare_limit"], lambda label: line.say("opened", f"opened {label}"))
     line.wait("reference")
     measured = _measure(arms, workload, job, line) if arms else []
     return measured + failures

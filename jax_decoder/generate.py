@@ -20,6 +20,7 @@ from .errors import CacheOverflowError, ConfigError, DecoderError, DeviceError
 from .files import resolve_directory
 from .model import Model, check_fused
 from .options import Options, changed_options
+from .programs import Programs
 from .requests import Completion, Request, as_id_rows, check_room, encode_prompts, integer, make_requests
 from .rope import rope_table
 from .runner import LOOP_STEPS, StepFailed, StepRunner
@@ -140,7 +141,9 @@ class Decoder:
             model = abstract_model(self.config, options.max_seq_len, options.packing, options.jax_dtype, options.kernels)
             if options.max_seq_len != self.max_seq_len:
                 parameters["rope"] = jax.device_put(rope_table(self.config, options.max_seq_len), options.place)
-            return self._start(model, parameters, self._tokenizer, options, memory)
+            # The length of the cache is part of the model that prefill was compiled for.
+            compiled_by = self._runner.programs if options.max_seq_len == self.max_seq_len else None
+            return self._start(model, parameters, self._tokenizer, options, memory, compiled_by)
 
     @classmethod
     def _build(cls, config: ModelConfig, tensors: Iterator[tuple[str, Any]], tokenizer: Tokenizer, options: Options) -> Decoder:
@@ -160,8 +163,8 @@ class Decoder:
         return plan_memory(config, options.buckets, options.max_seq_len, options.jax_dtype, options.packing, limit)
 
     @classmethod
-    def _start(cls, model: Model, parameters: Mapping[str, jax.Array], tokenizer: Tokenizer, options: Options, memory: MemoryPlan) -> Decoder:
-        runner = StepRunner(model, parameters, options.launch, options.buckets, options.jax_dtype, options.place, strict=options.strict)
+    def _start(cls, model: Model, parameters: Mapping[str, jax.Array], tokenizer: Tokenizer, options: Options, memory: MemoryPlan, compiled_by: Programs | None = None) -> Decoder:
+        runner = StepRunner(model, parameters, options.launch, options.buckets, options.jax_dtype, options.place, strict=options.strict, compiled_by=compiled_by)
         decoder = cls(runner, tokenizer, options, memory)
         if options.capture == "ahead":
             decoder.capture()

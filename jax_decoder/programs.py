@@ -6,6 +6,7 @@ into the module while they are traced, so the module's own call is what runs.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,14 +24,19 @@ from .model import Model
 class Programs:
     """The model's weights, and every function of a state that the runner calls.
 
-    All but the step compile themselves at their first call, once for each bucket.
+    All but the step compile themselves at their first call, once for each bucket. ``compiled_by``:
+    programs of a model that differs in the kernels of its step at most, whose compilations serve here, too.
     """
 
-    def __init__(self, model: Model, parameters: Mapping[str, jax.Array], chunk: int):
+    def __init__(self, model: Model, parameters: Mapping[str, jax.Array], chunk: int, compiled_by: Programs | None = None):
         self._graphdef, self._template = nnx.split(model)
         self._names = tuple(flatten_model(model))
         self._chunk = chunk
         self.weights = tuple(parameters[name] for name in self._names)
+        if compiled_by is not None and (compiled_by._chunk, compiled_by._names) == (chunk, self._names):
+            self._admit, self._force, self._release = compiled_by._admit, compiled_by._force, compiled_by._release
+            self._prefill, self._score = compiled_by._prefill, compiled_by._score
+            return
         self._admit = _in_place(decode.admit)
         self._force = _in_place(decode.force)
         self._release = _in_place(decode.release)
@@ -52,7 +58,9 @@ class Programs:
 
     def _of_model(self, function: Callable) -> Callable:
         """A compiled function of (weights, state, ...) from one of (model, state, ...)."""
-        return jax.jit(lambda weights, state, *rest: function(self.merge(weights), state, *rest), donate_argnums=1, keep_unused=True)
+        merge = copy.copy(self).merge  # of a twin without weights, which others may keep when this decoder is closed
+        merge.__self__.weights = ()
+        return jax.jit(lambda weights, state, *rest: function(merge(weights), state, *rest), donate_argnums=1, keep_unused=True)
 
     # ---- weights -------------------------------------------------------------------------------
 

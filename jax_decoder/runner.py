@@ -115,11 +115,12 @@ class StepRunner:
         device: jax.Device,
         compile: Compile = compile_lowered,
         strict: bool = False,
+        compiled_by: Programs | None = None,
     ):
         self.config, self.max_seq_len, self.packing, self.kernels = model.config, model.max_seq_len, model.packing, model.kernels
         self.launch, self.buckets, self.dtype, self.device, self.strict = launch, buckets, dtype, device, strict
         chunk = min(PREFILL_CHUNK["gpu" if device.platform == "gpu" else "cpu"], model.max_seq_len)
-        self.programs = Programs(model, parameters, chunk)
+        self.programs = Programs(model, parameters, chunk, compiled_by)
         self.fallbacks: dict[GraphKey, str] = {}
         self._compile = compile
         self._states: dict[int, DecodeState] = {}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from compare import results, timing
-from compare.arms import DecoderArm
+from compare.arms import DecoderArm, open_arms
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
 from compare.line import Line
@@ -257,6 +257,12 @@ def test_nothing_prepares_while_a_worker_is_timed(together, tmp_path, monkeypatc
         for other in names[i + 1 :]:
             assert (said.index(f"{other} ready") < go) if together else (said.index(f"{other} starts") > end)
             assert said.index(f"reference to {other}") < said.index(f"{other} ready")
+
+
+def test_no_variant_is_begun_after_the_limit(workload, reference):
+    arms, failures = open_arms(workload, ARMS, json.loads(str(reference["prompts"])), reference["tokens"].tolist(), limit_s=0.0)
+    assert arms == [] and [f["launch"] for f in failures] == [v.launch for v in ARMS]
+    assert all("--prepare-limit" in f["not_measured"] for f in failures)
 
 
 def test_workers_one_by_one_measure_the_same(workload, monkeypatch):

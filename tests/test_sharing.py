@@ -69,3 +69,14 @@ def test_whom_new_weights_reach(framework, both, strong):
         new = texts(first)
         assert new != old
         assert texts(other) == (new if both else old)
+
+
+def test_what_is_compiled_is_shared_where_the_model_is_the_same(strong):
+    with opened("jax", strong("llama")) as first:
+        texts(first)
+        compiled = first._runner.programs._prefill
+        before = compiled._cache_size()
+        with first.with_options(max_batch=2) as same, first.with_options(max_seq_len=64) as longer:
+            assert texts(same) == texts(longer) == texts(first)
+            assert same._runner.programs._prefill is compiled and compiled._cache_size() == before
+            assert longer._runner.programs._prefill is not compiled

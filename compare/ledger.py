@@ -17,7 +17,8 @@ STEPS = 20
 _KINDS = (
     ("graph_updates", r"cuGraphExec(Update|.*Set(Params|Enabled|Attribute))"),
     ("graph_launches", r"cuGraphLaunch"),
-    ("other_launches", r"cuLaunch(Kernel|Cooperative|Host)"),
+    ("other_launches", r"cuLaunch(Kernel|Cooperative)"),
+    ("host_functions", r"cuLaunchHostFunc"),  # XLA enqueues one a run, to hear when it has ended
     ("memory_operations", r"cuMem(cpy|set|Alloc|Free)|cuGraphMem"),
     ("synchronisations", r"cu(Ctx|Stream|Event)Synchronize"),
 )
@@ -28,7 +29,7 @@ class LedgerError(Exception):
 
 
 def tally(calls: Counter[str]) -> dict[str, int]:
-    """Calls of each kind: graph_updates, graph_launches, other_launches, memory_operations, synchronisations."""
+    """Calls of each kind: graph_updates, graph_launches, other_launches (of kernels), host_functions, memory_operations, synchronisations."""
     found = dict.fromkeys((kind for kind, _ in _KINDS), 0)
     for name, count in calls.items():
         kind = next((kind for kind, pattern in _KINDS if re.match(pattern, name)), None)

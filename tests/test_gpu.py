@@ -75,6 +75,14 @@ def test_256_steps_differ_in_no_bit(which, bucket, kind, kernels, strong):
     assert different == [], f"numbers of live rows whose states differ: {different}"
 
 
+@pytest.mark.parametrize("which", DECODERS)
+def test_the_same_steps_give_the_same_bits_every_time(which, strong):
+    """Positions beyond 128, where a library may add up the parts of a cache in the order in which they are done."""
+    with open_one(which, strong("qwen3"), GRAPH[which], buckets=[4]) as d:
+        found = {tuple(live_rows(d.decode_steps(d.prefill([p * 20 for p in PROMPTS[:3]], sampling=sampling(which, "sampled")), 150))) for _ in range(30)}
+    assert len(found) == 1
+
+
 def test_one_flipped_bit_is_seen(strong):
     with open_one("torch", strong("qwen3"), "cuda_graph") as d:
         handle = d.prefill(PROMPTS[:2])

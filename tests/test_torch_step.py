@@ -6,11 +6,13 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers import P24, TOLERANCE, decoder, numpy
 from torch_decoder.cache import ALIGNMENT, MemoryMap
 from torch_decoder.config import ModelConfig
 from torch_decoder.decode import leaves, make_state
+from torch_decoder.kernels import plain
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +114,16 @@ def test_compiled_kernels_equal_plain_ones(unchecked, strong):
                 rows.append(numpy(state.logits).copy())
             found[kernels] = np.stack(rows)
     assert np.abs(found["plain"] - found["compiled"]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "kv_heads", "group"), [(1, 2, 2), (3, 1, 4), (2, 4, 1)])
+def test_one_query_as_two_products_equals_the_library(batch, kv_heads, group, dtype):
+    """What a GPU runs in place of the library's attention, whose bits may differ from run to run there."""
+    slots, width, generator = 40, 16, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, kv_heads, n, width, generator=generator).to(dtype) for n in (group, slots, slots))
+    positions = torch.tensor([0, 17, 39])[:batch]
+    mask = torch.where(torch.arange(slots) <= positions[:, None], 0.0, float("-inf"))[:, None, None]
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, scale=width**-0.5)
+    ours = plain.attend_one(q, k, v, mask)
+    assert ours.dtype == dtype and (ours.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)

@@ -73,7 +73,7 @@ class Model(nn.Module):
         # Only the step is compiled: prompts come in many lengths, and each would compile anew.
         call_layer = self._call_layer if tokens.shape[1] == 1 else DecoderLayer.__call__
         rows = plain.cache_rows(positions, self.config.num_kv_heads, self.max_seq_len)
-        masks = self._masks(positions, cache.k[0].shape[2], x.dtype)
+        masks = self._masks(positions, cache.k[0].shape[2], plain.mask_dtype(positions.shape[1], x.dtype, x.device))
         for index, layer in enumerate(self.layers):
             mask = masks[self.config.sliding_windows[index]]
             x = call_layer(layer, x, rope, cache.k[index], cache.v[index], rows, mask)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+# Attention of the library that gives the same bits every time.
+REPEATABLE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # PyTorch sends float32 products on a CPU to MKL; oneDNN is 1.5 to 2.5 times faster for the few
 # rows of a decode step on the CPUs that we measured.
 _ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -57,6 +62,11 @@ def write_cache(cache: Float[Tensor, "B K S H"], new: Float[Tensor, "B T K H"], 
     cache.view(-1, cache.shape[-1]).index_copy_(0, rows, new.transpose(1, 2).reshape(-1, cache.shape[-1]))
 
 
+def mask_dtype(length: int, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which ``attend`` wants its mask: that of the scores which it is added to."""
+    return torch.float32 if length == 1 and device.type == "cuda" else dtype
+
+
 def attend(
     q: Float[Tensor, "B T N H"],
     k: Float[Tensor, "B K S H"],
@@ -66,22 +76,36 @@ def attend(
     """Softmax attention over the whole cache; ``mask`` is 0 where a query may look, else -inf.
 
     M is N * H. Slots past the row's end must hold finite values. The cache is read as it lies
-    (transformers repeats it for grouped heads): on a GPU the library knows grouped heads, on a CPU
-    they become further queries of their key head, which is faster there.
+    (transformers repeats it for grouped heads): grouped queries become further queries of their
+    key head. The same inputs give the same bits, which cuDNN's attention does not promise: on an
+    H200 it adds up the parts of a long cache in the order in which they are done.
     """
     batch, length, heads, width = q.shape
-    if q.is_cuda:
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=width**-0.5, enable_gqa=True)
-        return out.transpose(1, 2).reshape(batch, length, heads * width)
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    if q.is_cuda and length == 1:
+        return attend_one(q.view(batch, kv_heads, group, width), k, v, mask).view(batch, 1, heads * width)
     grouped = q.reshape(batch, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * length, width)
     if length > 1 and group > 1:
         mask = mask.repeat(1, 1, group, 1)
-    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=width**-0.5)
+    with sdpa_kernel(REPEATABLE) if q.is_cuda else nullcontext():
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=width**-0.5)
     out = out.view(batch, kv_heads, group, length, width).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, length, heads * width)
+
+
+def attend_one(q: Float[Tensor, "B K G H"], k: Float[Tensor, "B K S H"], v: Float[Tensor, "B K S H"], mask: Float[Tensor, "B 1 1 S"]) -> Float[Tensor, "B K G H"]:
+    """``attend`` for one query a head, G of them a key head, as two products; scores and softmax in float32."""
+    rows = q.shape[0] * q.shape[1]
+    queries, keys = q.reshape(rows, *q.shape[2:]), k.reshape(rows, *k.shape[2:]).transpose(1, 2)
+    if q.is_cuda and q.dtype != torch.float32:
+        scores = torch.bmm(queries, keys, out_dtype=torch.float32)  # rounded to half precision they would cost accuracy
+    else:
+        scores = torch.bmm(queries.float(), keys.float())
+    scores = torch.add(mask, scores.view(*q.shape[:3], -1), alpha=q.shape[-1] ** -0.5)
+    weights = scores.softmax(-1).to(v.dtype)
+    return torch.bmm(weights.view(rows, q.shape[2], -1), v.reshape(rows, *v.shape[2:])).view(q.shape)
 
 
 def gated_silu(gate_up: Float[Tensor, "*B F2"]) -> Float[Tensor, "*B F"]:

@@ -77,8 +77,8 @@ def attend(
 
     M is N * H. Slots past the row's end must hold finite values. The cache is read as it lies
     (transformers repeats it for grouped heads): grouped queries become further queries of their
-    key head. The same inputs give the same bits, which cuDNN's attention does not promise: on an
-    H200 it adds up the parts of a long cache in the order in which they are done.
+    key head. The library's choice on an H200, cuDNN, is left out: two runs of the same steps
+    differed there, first behind an attention over more than 128 positions.
     """
     batch, length, heads, width = q.shape
     kv_heads = k.shape[1]

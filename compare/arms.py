@@ -30,7 +30,7 @@ class DecoderArm:
         else:
             rows = {"max_batch": len(prompts), "buckets": [len(prompts)], "max_seq_len": workload.max_seq_len}
             self.decoder = open_decoder(workload.model, variant.framework, dtype=workload.dtype, **rows, **how)
-        self.load_s = time.perf_counter() - started
+        self.load_s = time.perf_counter() - started if weights is None else None
         self.handle: Any = None
         started = time.perf_counter()
         self.restart()  # compiles the step

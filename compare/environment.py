@@ -26,8 +26,8 @@ def environment() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any] | None:
-    """Name, driver and clocks of the first NVIDIA GPU, by nvidia-smi."""
-    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "memory.total")
+    """Name, driver, clocks and memory of the first NVIDIA GPU, by nvidia-smi."""
+    fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "memory.total", "memory.free")
     try:
         done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -78,9 +78,16 @@ def count_arms(arms: Sequence[Any]) -> list[dict[str, Any]]:
         ledger = Ledger()
     except LedgerError as error:
         return [{"not_measured": str(error)} for _ in arms]
-    counted = [count_steps(ledger, arm, min(STEPS, len(arm.forced[0]) - 1)) for arm in arms]
+    counted = [_counted(ledger, arm) for arm in arms]
     ledger.close()
     return counted
+
+
+def _counted(ledger: Ledger, arm: Any) -> dict[str, Any]:
+    try:
+        return count_steps(ledger, arm, min(STEPS, len(arm.forced[0]) - 1))
+    except Exception as error:  # the times that were measured before must not be lost with the counts
+        return {"not_measured": f"{type(error).__name__}: {error}"}
 
 
 def count_steps(ledger: Ledger, arm: Any, steps: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Worker:
 
     def result(self) -> list[dict[str, Any]] | str:
         """Wait for the end: what it measured, or why it did not."""
-        self.hear("end")
+        self.hear("end")  # which none says: whatever it still says is logged
         code = self._process.wait()
         self.close()
         if code == 0 and self._out.exists():

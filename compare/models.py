@@ -55,12 +55,12 @@ def open_transformers(model: str | Path, dtype: str, device: str = "cpu") -> Any
     return made
 
 
-def encode_prompts(workload: Workload, framework: str = "torch") -> list[list[int]]:
+def encode_prompts(workload: Workload) -> list[list[int]]:
     """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
-    tokenizer = _module(framework, "text").Tokenizer(None if shapes.is_shape(workload.model) else directory_of(workload.model))
+    tokenizer = _module("torch", "text").Tokenizer(None if shapes.is_shape(workload.model) else directory_of(workload.model))
     if tokenizer.present:
         return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
-    vocab = model_config(workload.model, framework).vocab_size
+    vocab = model_config(workload.model).vocab_size
     return [[(37 * t + 11 * row + 5) % vocab for t in range(5 + row % 4)] for row in range(workload.batch)]
 
 

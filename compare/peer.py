@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from .line import Line
-from .models import encode_prompts, model_config, open_transformers, weight_bytes
+from .models import model_config, open_transformers, weight_bytes
 from .parity import compare_logits
 from .timing import quantiles
 from .workload import Variant, Workload
@@ -38,10 +37,10 @@ class _Forcing(LogitsProcessor):
 def measure_transformers(workload: Workload, job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
     """Write the reference file, then judge and time ``generate`` itself."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    prompts = encode_prompts(workload)
+    prompts = job["prompts"]
     model = open_transformers(workload.model, "float32", device)
     tokens, logits = _reference(model, prompts, workload.new_tokens)
-    stored = {"prompts": json.dumps(prompts), "tokens": tokens, "logits": logits}
+    stored = {"tokens": tokens, "logits": logits}
     started = time.perf_counter()
     if workload.dtype != "float32":
         del model  # never two of them on the device

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from . import results
-from .environment import cuda_visible, environment
+from .environment import cuda_visible, environment, gpu
 from .line import Worker
-from .models import model_config, weight_bytes
+from .models import encode_prompts, model_config, weight_bytes
 from .workload import VARIANTS, Variant, Workload, why_not
 
 log = logging.getLogger(__name__)
@@ -46,12 +46,12 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
     """
     plan, cuda = plan or Plan(), cuda_visible()
     with tempfile.TemporaryDirectory() as name:
-        jobs = []
+        jobs, prompts = [], encode_prompts(workload)
         for framework in ("transformers", "torch", "jax"):
             wanted = [v for v in variants if v.framework == framework and why_not(v, cuda, workload.batch) is None]
             if wanted or framework == "transformers":  # it makes the reference
                 log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
-                jobs.append(_job(framework, workload, wanted, plan, cuda, Path(name)))
+                jobs.append({**_job(framework, workload, wanted, plan, cuda, Path(name)), "prompts": prompts})
         measured = measure(jobs, Path(name), together=_room_for_all(workload, cuda))
     for variant in variants:
         reason = why_not(variant, cuda, workload.batch)
@@ -146,11 +146,10 @@ def _room_for_all(workload: Workload, cuda: Mapping[str, bool]) -> bool:
     return needed <= _free_bytes(cuda["torch"]) / 2
 
 
-def _free_bytes(gpu: bool) -> int:
-    if not gpu:
+def _free_bytes(cuda: bool) -> int:
+    if not cuda:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    code = "import torch; print(torch.cuda.mem_get_info()[0])"  # in a process of its own: this one stays without a CUDA context
-    return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return int(gpu()["memory.free"].removesuffix(" MiB")) * 2**20
 
 
 def device_copy_bandwidth(megabytes: int = 1024) -> float:

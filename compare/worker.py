@@ -20,7 +20,7 @@ import numpy as np
 from .arms import DecoderArm, open_arms
 from .ledger import count_arms, with_counts
 from .line import Line
-from .models import encode_prompts, weight_bytes
+from .models import weight_bytes
 from .parity import Reference, Verdict, differing_bits
 from .timing import STEPS_A_BLOCK, time_generations, time_steps
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
@@ -72,7 +72,7 @@ def result_of(arm: DecoderArm, verdict: Verdict, clocks: dict[str, Any], seconds
         "achieved_gb_per_s": moved / clocks["step_ms"]["p50"] / 1e6,
         "compile_s": arm.compile_s(),
         **arm.graph_account(),
-        "load_s": arm.load_s,
+        **({} if arm.load_s is None else {"load_s": arm.load_s}),
         "compilations_while_timed": 0,  # time_steps raises if there was one
         "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,
     }
@@ -90,8 +90,8 @@ def run(job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
         xla_flags.check_environment()
         xla_flags.set_options(job["xla_options"])
     # The tokens to force are not known before the reference is: any will do until then.
-    prompts, forced = encode_prompts(workload, job["framework"]), [[0] * workload.new_tokens] * workload.batch
-    arms, failures = open_arms(workload, variants, prompts, forced, job["prepare_limit"], lambda label: line.say("opened", f"opened {label}"))
+    forced = [[0] * workload.new_tokens] * workload.batch
+    arms, failures = open_arms(workload, variants, job["prompts"], forced, job["prepare_limit"], lambda label: line.say("opened", f"opened {label}"))
     line.wait("reference")
     measured = _measure(arms, workload, job, line) if arms else []
     return measured + failures

@@ -139,10 +139,10 @@ class Decoder:
             options, parameters = changed_options(self._options, changes), self._runner.programs.parameters()
             memory = self._plan(self.config, options, held=sum(array.nbytes for array in parameters.values()))
             model = abstract_model(self.config, options.max_seq_len, options.packing, options.jax_dtype, options.kernels)
-            if options.max_seq_len != self.max_seq_len:
+            compiled_by = self._runner.programs
+            if options.max_seq_len != self.max_seq_len:  # which is part of the model that prefill was compiled for
+                compiled_by = None
                 parameters["rope"] = jax.device_put(rope_table(self.config, options.max_seq_len), options.place)
-            # The length of the cache is part of the model that prefill was compiled for.
-            compiled_by = self._runner.programs if options.max_seq_len == self.max_seq_len else None
             return self._start(model, parameters, self._tokenizer, options, memory, compiled_by)
 
     @classmethod

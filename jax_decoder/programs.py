@@ -6,7 +6,6 @@ into the module while they are traced, so the module's own call is what runs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,32 +20,16 @@ from .decode import DecodeState, settings_arrays
 from .model import Model
 
 
-class Programs:
-    """The model's weights, and every function of a state that the runner calls.
+class Structure:
+    """A model without its weights, which a call puts in; free while tracing."""
 
-    All but the step compile themselves at their first call, once for each bucket. ``compiled_by``:
-    programs of a model that differs in the kernels of its step at most, whose compilations serve here, too.
-    """
-
-    def __init__(self, model: Model, parameters: Mapping[str, jax.Array], chunk: int, compiled_by: Programs | None = None):
+    def __init__(self, model: Model):
         self._graphdef, self._template = nnx.split(model)
-        self._names = tuple(flatten_model(model))
-        self._chunk = chunk
-        self.weights = tuple(parameters[name] for name in self._names)
-        if compiled_by is not None and (compiled_by._chunk, compiled_by._names) == (chunk, self._names):
-            self._admit, self._force, self._release = compiled_by._admit, compiled_by._force, compiled_by._release
-            self._prefill, self._score = compiled_by._prefill, compiled_by._score
-            return
-        self._admit = _in_place(decode.admit)
-        self._force = _in_place(decode.force)
-        self._release = _in_place(decode.release)
-        self._prefill = self._of_model(decode.prefill_chunk)
-        self._score = self._of_model(decode.score_chunk)
+        self.names = tuple(flatten_model(model))
 
-    def merge(self, weights: tuple[jax.Array, ...]) -> Model:
-        """The module with these weights; free while tracing."""
+    def __call__(self, weights: tuple[jax.Array, ...]) -> Model:
         pure: dict[Any, Any] = {}
-        for name, array in zip(self._names, weights):
+        for name, array in zip(self.names, weights):
             *path, last = (int(key) if key.isdigit() else key for key in name.split("."))
             node = pure
             for key in path:
@@ -56,20 +39,41 @@ class Programs:
         nnx.replace_by_pure_dict(state, pure)
         return nnx.merge(self._graphdef, state)
 
+
+class Programs:
+    """The model's weights, and every function of a state that the runner calls.
+
+    All but the step compile themselves at their first call, once for each bucket. ``compiled_by``:
+    programs of a model that differs in the kernels of its step at most, whose compilations serve here, too.
+    """
+
+    def __init__(self, model: Model, parameters: Mapping[str, jax.Array], chunk: int, compiled_by: Programs | None = None):
+        self.merge = Structure(model)
+        self._chunk = chunk
+        self.weights = tuple(parameters[name] for name in self.merge.names)
+        if compiled_by is not None:
+            self._admit, self._force, self._release = compiled_by._admit, compiled_by._force, compiled_by._release
+            self._prefill, self._score = compiled_by._prefill, compiled_by._score
+            return
+        self._admit = _in_place(decode.admit)
+        self._force = _in_place(decode.force)
+        self._release = _in_place(decode.release)
+        self._prefill = self._of_model(decode.prefill_chunk)
+        self._score = self._of_model(decode.score_chunk)
+
     def _of_model(self, function: Callable) -> Callable:
         """A compiled function of (weights, state, ...) from one of (model, state, ...)."""
-        merge = copy.copy(self).merge  # of a twin without weights, which others may keep when this decoder is closed
-        merge.__self__.weights = ()
+        merge = self.merge  # not self: programs that others share must not keep these weights
         return jax.jit(lambda weights, state, *rest: function(merge(weights), state, *rest), donate_argnums=1, keep_unused=True)
 
     # ---- weights -------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, jax.Array]:
-        return dict(zip(self._names, self.weights))
+        return dict(zip(self.merge.names, self.weights))
 
     def set_weights(self, parameters: Mapping[str, jax.Array]) -> None:
         """Use other parameters of the same shapes; executables take them as arguments."""
-        self.weights = tuple(parameters.get(name, old) for name, old in zip(self._names, self.weights))
+        self.weights = tuple(parameters.get(name, old) for name, old in zip(self.merge.names, self.weights))
 
     # ---- the step ------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from compare.arms import DecoderArm, open_arms
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
 from compare.line import Line
+from compare.models import encode_prompts
 from compare.parity import Reference, differing_bits
 from compare.peer import measure_transformers
 from compare.report import headline, render
@@ -44,13 +45,13 @@ def workload(strong):
 @pytest.fixture(scope="module")
 def reference(workload, tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "reference.npz"
-    job = {"reference": str(path), "variants": [Variant("transformers", "eager").as_dict()], "rounds": 1, "repeats": 1}
+    job = {"reference": str(path), "prompts": encode_prompts(workload), "variants": [Variant("transformers", "eager").as_dict()], "rounds": 1, "repeats": 1}
     peer = measure_transformers(workload, job, Line(io.StringIO(), io.StringIO("go\n")))
-    return {"peer": peer, **{k: v for k, v in np.load(path).items()}}
+    return {"peer": peer, "prompts": job["prompts"], **{k: v for k, v in np.load(path).items()}}
 
 
 def make_arms(workload, reference, variants=ARMS):
-    return [DecoderArm(v, workload, json.loads(str(reference["prompts"])), reference["tokens"].tolist()) for v in variants]
+    return [DecoderArm(v, workload, reference["prompts"], reference["tokens"].tolist()) for v in variants]
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +261,7 @@ def test_nothing_prepares_while_a_worker_is_timed(together, tmp_path, monkeypatc
 
 
 def test_no_variant_is_begun_after_the_limit(workload, reference):
-    arms, failures = open_arms(workload, ARMS, json.loads(str(reference["prompts"])), reference["tokens"].tolist(), limit_s=0.0)
+    arms, failures = open_arms(workload, ARMS, reference["prompts"], reference["tokens"].tolist(), limit_s=0.0)
     assert arms == [] and [f["launch"] for f in failures] == [v.launch for v in ARMS]
     assert all("--prepare-limit" in f["not_measured"] for f in failures)
 

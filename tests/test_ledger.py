@@ -109,6 +109,14 @@ def test_arms_are_counted_each_by_itself(cupti):
     assert [(c["steps"], c["graph_launches"]) for c in count_arms(arms)] == [(10, 10), (10, 10)]
 
 
+def test_an_arm_that_cannot_be_counted_leaves_the_others_theirs(cupti):
+    broken, good = Arm(cupti), Arm(cupti)
+    broken.forced = good.forced = [[0] * 11]
+    broken.restart = lambda: 1 / 0
+    first, second = count_arms([broken, good])
+    assert first == {"not_measured": "ZeroDivisionError: division by zero"} and second["graph_launches"] == 10
+
+
 def test_without_cupti_the_reason_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupti", None)
     with pytest.raises(LedgerError, match="pip install cupti-python"):

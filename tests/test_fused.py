@@ -86,8 +86,11 @@ def expected_attention(heads, norms, rope, positions, k_cache, v_cache, window, 
     q, k, v = heads.view(batch, 1, -1, width).split([num_heads, kv_heads, kv_heads], 2)
     if norms is not None:
         q, k = plain.rms_norm(q, norms[0].float(), norms[2]), plain.rms_norm(k, norms[1].float(), norms[2])
-    turns = rope[positions.long()][:, None]
-    q, k = (plain.apply_rope(x, turns).to(k_cache.dtype)[:, 0] for x in (q, k))
+    turns = plain.turns(rope[positions.long()][:, None])
+    q, k = q.clone(), k.clone()
+    for x in (q, k):
+        plain.apply_rope(x, turns, out=x)
+    q, k = (x.to(k_cache.dtype)[:, 0] for x in (q, k))
     v = v[:, 0].to(k_cache.dtype)
     out = []
     for row, position in enumerate(positions.tolist()):

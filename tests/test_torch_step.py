@@ -125,5 +125,5 @@ def test_one_query_as_two_products_equals_the_library(batch, kv_heads, group, dt
     positions = torch.tensor([0, 17, 39])[:batch]
     mask = torch.where(torch.arange(slots) <= positions[:, None], 0.0, float("-inf"))[:, None, None]
     expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask, scale=width**-0.5)
-    ours = plain.attend_one(q, k, v, mask)
+    ours = plain.attend_one(q, torch.stack([k, v]), plain.Seen(mask))
     assert ours.dtype == dtype and (ours.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)

@@ -23,12 +23,19 @@ MAX_STOP_IDS = 16
 class KVCache(NamedTuple):
     """Keys and values of every layer; slot p of a row belongs to the token at position p."""
 
-    k: tuple[Float[Tensor, "B K S H"], ...]
-    v: tuple[Float[Tensor, "B K S H"], ...]
+    layers: tuple[Float[Tensor, "2 B K S H"], ...]  # keys, then values, so that one kernel writes both
 
-    def row(self, row: int) -> KVCache:
-        """One row as a cache of batch 1 that shares this memory."""
-        return KVCache(tuple(k[row : row + 1] for k in self.k), tuple(v[row : row + 1] for v in self.v))
+    @property
+    def k(self) -> tuple[Float[Tensor, "B K S H"], ...]:
+        return tuple(layer[0] for layer in self.layers)
+
+    @property
+    def v(self) -> tuple[Float[Tensor, "B K S H"], ...]:
+        return tuple(layer[1] for layer in self.layers)
+
+    def rows(self, first: int, count: int) -> KVCache:
+        """Some rows as a cache of their own that shares this memory."""
+        return KVCache(tuple(layer[:, first : first + count] for layer in self.layers))
 
 
 @dataclass(frozen=True)

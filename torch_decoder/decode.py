@@ -46,8 +46,8 @@ STATE_FIELDS = DecodeState._fields  # every name under which a state can be read
 def make_state(plan: MemoryMap, device: torch.device) -> DecodeState:
     """Allocate the map in one piece; all rows idle."""
     _, views = plan.allocate(device)
-    layers = [views.pop(name) for name in list(views) if name.startswith("KV_")]
-    state = DecodeState(KVCache(tuple(x[0] for x in layers), tuple(x[1] for x in layers)), **views)
+    layers = tuple(views.pop(name) for name in list(views) if name.startswith("KV_"))
+    state = DecodeState(KVCache(layers), **views)
     for leaf in (state.ring, state.forced, state.stop_ids):
         leaf.fill_(-1)
     return state
@@ -67,8 +67,7 @@ def leaves(state: DecodeState) -> list[Tensor]:
 
 def first_rows(state: DecodeState, count: int) -> DecodeState:
     """The state of the first ``count`` rows, in the same memory."""
-    cache = KVCache(tuple(k[:count] for k in state.cache.k), tuple(v[:count] for v in state.cache.v))
-    return DecodeState(cache, *(leaf[:count] for leaf in state[1:]))
+    return DecodeState(state.cache.rows(0, count), *(leaf[:count] for leaf in state[1:]))
 
 
 def settings_words(values: dict[str, Any]) -> list[int]:
@@ -93,8 +92,8 @@ def admit(state: DecodeState, row: int, words: Int[Tensor, " W"]) -> None:
     The cache row is cleared because a masked score still multiplies its value, and 0 times a
     leftover NaN is NaN. ``words`` are ``settings_words`` on the state's device.
     """
-    for cache in (*state.cache.k, *state.cache.v):
-        cache[row].zero_()
+    for layer in state.cache.layers:
+        layer[:, row].zero_()
     state.logits[row].zero_()
     for name, empty in (("ring", -1), ("forced", -1), ("logprobs", 0)):
         getattr(state, name)[row].fill_(empty)

@@ -6,7 +6,7 @@ Query, key and value projections are one matrix, gate and up another: one produc
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from .config import ModelConfig
@@ -21,8 +21,11 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
-    def forward(self, x: Float[Tensor, "*B I"]) -> Float[Tensor, "*B O"]:
-        return plain.linear(x, self.weight, self.bias)
+    def forward(self, x: Float[Tensor, "*B I"], residual: Float[Tensor, "*B O"] | None = None) -> Float[Tensor, "*B O"]:
+        """With ``residual`` the sum of both; it is given up, as sums may be made in place."""
+        if residual is None:
+            return plain.linear(x, self.weight, self.bias)
+        return plain.linear_add(x, self.weight, self.bias, residual)
 
 
 class RMSNorm(nn.Module):
@@ -52,22 +55,22 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rope: Float[Tensor, "B T 2 H"],
-        k_cache: Float[Tensor, "B K S H"],
-        v_cache: Float[Tensor, "B K S H"],
+        rope: Shaped[Tensor, "B T *R"],
+        cache: Float[Tensor, "2 B K S H"],
         rows: Int[Tensor, " R"],
-        mask: Float[Tensor, "B 1 T S"],
+        seen: plain.Seen,
+        residual: Float[Tensor, "B T D"] | None = None,
     ) -> Float[Tensor, "B T D"]:
         batch, length, _ = x.shape
         heads = self.qkv_proj(x).view(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        qk, v = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=2)
+        qk = rotated = heads[:, :, : self.num_heads + self.num_kv_heads]
         if self.q_norm is not None:
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
-        q, k = plain.apply_rope(qk, rope).split([self.num_heads, self.num_kv_heads], dim=2)
-        plain.write_cache(k_cache, k, rows)
-        plain.write_cache(v_cache, v, rows)
-        return self.o_proj(plain.attend(q, k_cache, v_cache, mask))
+        plain.apply_rope(qk, rope, out=rotated)
+        q, kv = heads.split([self.num_heads, 2 * self.num_kv_heads], dim=2)
+        plain.write_cache(cache, kv, rows)
+        return self.o_proj(plain.attend(q, cache, seen), residual)
 
 
 class MLP(nn.Module):
@@ -78,8 +81,8 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
-    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        return self.down_proj(plain.gated_silu(self.gate_up_proj(x)))
+    def forward(self, x: Float[Tensor, "B T D"], residual: Float[Tensor, "B T D"] | None = None) -> Float[Tensor, "B T D"]:
+        return self.down_proj(plain.gated_silu(self.gate_up_proj(x)), residual)
 
 
 class DecoderLayer(nn.Module):
@@ -95,13 +98,15 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rope: Float[Tensor, "B T 2 H"],
-        k_cache: Float[Tensor, "B K S H"],
-        v_cache: Float[Tensor, "B K S H"],
+        rope: Shaped[Tensor, "B T *R"],
+        cache: Float[Tensor, "2 B K S H"],
         rows: Int[Tensor, " R"],
-        mask: Float[Tensor, "B 1 T S"],
+        seen: plain.Seen,
     ) -> Float[Tensor, "B T D"]:
-        x = x + self.self_attn(self.input_layernorm(x), rope, k_cache, v_cache, rows, mask)
+        if x.shape[1] == 1:  # a step is made of few and short kernels: sums inside of products save two of them
+            x = self.self_attn(self.input_layernorm(x), rope, cache, rows, seen, residual=x)
+            return self.mlp(self.post_attention_layernorm(x), residual=x)
+        x = x + self.self_attn(self.input_layernorm(x), rope, cache, rows, seen)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def fused_step(
@@ -109,8 +114,7 @@ class DecoderLayer(nn.Module):
         x: Float[Tensor, "B D"],
         rope: Float[Tensor, "S 2 H"],
         positions: Int[Tensor, " B"],
-        k_cache: Float[Tensor, "B K S H"],
-        v_cache: Float[Tensor, "B K S H"],
+        cache: Float[Tensor, "2 B K S H"],
         window: int | None,
         finished: Int[Tensor, " C"],
     ) -> Float[Tensor, "B D"]:
@@ -121,7 +125,7 @@ class DecoderLayer(nn.Module):
         ours, mlp = self.self_attn, self.mlp
         norms = None if ours.q_norm is None else (ours.q_norm.weight, ours.k_norm.weight, ours.q_norm.eps)
         heads = products.norm_linear(x, self.input_layernorm.weight, self.input_layernorm.eps, ours.qkv_proj.weight, ours.qkv_proj.bias, torch.float32)
-        attended = attention.attend(heads, norms, rope, positions, k_cache, v_cache, window, finished)
+        attended = attention.attend(heads, norms, rope, positions, *cache, window, finished)
         x = products.linear_add(attended, ours.o_proj.weight, ours.o_proj.bias, x)
         inner = products.norm_gated_silu(x, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias)
         return products.linear_add(inner, mlp.down_proj.weight, mlp.down_proj.bias, x)

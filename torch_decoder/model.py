@@ -72,11 +72,11 @@ class Model(nn.Module):
         rope = F.embedding(positions, self.rope.view(self.max_seq_len, -1)).view(*positions.shape, 2, -1)
         # Only the step is compiled: prompts come in many lengths, and each would compile anew.
         call_layer = self._call_layer if tokens.shape[1] == 1 else DecoderLayer.__call__
+        rope = plain.turns(rope) if call_layer is DecoderLayer.__call__ else rope
         rows = plain.cache_rows(positions, self.config.num_kv_heads, self.max_seq_len)
-        masks = self._masks(positions, cache.k[0].shape[2], plain.mask_dtype(positions.shape[1], x.dtype, x.device))
+        seen = plain.seen(positions, cache.layers[0], set(self.config.sliding_windows))
         for index, layer in enumerate(self.layers):
-            mask = masks[self.config.sliding_windows[index]]
-            x = call_layer(layer, x, rope, cache.k[index], cache.v[index], rows, mask)
+            x = call_layer(layer, x, rope, cache.layers[index], rows, seen[self.config.sliding_windows[index]])
         return x
 
     def fused(self, rows: int, length: int = 1) -> bool:
@@ -85,7 +85,7 @@ class Model(nn.Module):
 
     def _fused_layers(self, x: Float[Tensor, "B D"], positions: Int[Tensor, " B"], cache: KVCache) -> Float[Tensor, "B D"]:
         for index, layer in enumerate(self.layers):
-            x = layer.fused_step(x, self.rope, positions, cache.k[index], cache.v[index], self.config.sliding_windows[index], self.finished)
+            x = layer.fused_step(x, self.rope, positions, cache.layers[index], self.config.sliding_windows[index], self.finished)
         return x
 
     def logits_into(self, out: Float[Tensor, "B V"], hidden: Float[Tensor, "B 1 D"]) -> None:
@@ -107,14 +107,4 @@ class Model(nn.Module):
 
     def head(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T V"]:
         """Output head alone: float32 logits of normalised hidden states."""
-        return plain.linear(x, self._head).float()
-
-    def _masks(self, positions: Int[Tensor, "B T"], slots: int, dtype: torch.dtype) -> dict[int | None, Tensor]:
-        """One additive mask [B, 1, T, S] for each different window: 0 where a query may look."""
-        distance = positions[:, None, :, None] - torch.arange(slots, device=positions.device)
-        minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=positions.device)
-        masks = {}
-        for window in set(self.config.sliding_windows):
-            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-            masks[window] = torch.where(visible, torch.zeros_like(minus_infinity), minus_infinity)
-        return masks
+        return plain.linear_float(x, self._head)

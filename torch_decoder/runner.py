@@ -174,7 +174,7 @@ class StepRunner:
         step as all others.
         """
         admit(state, row, self._feed.upload(settings_words(settings)))
-        cache = state.cache.row(row)
+        cache = state.cache.rows(row, 1)
         for start, chunk in self._feed.pieces(tokens[:-1]):
             prefill_chunk(self.model, cache, self._feed.upload(chunk)[None], start)
         return state

@@ -44,8 +44,13 @@ def linear(x: Float[Array, "*B K"], weight: Weight, bias: Weight | None = None, 
 def rms_norm(x: Float[Array, "*B D"], weight: Weight, eps: float) -> Float[Array, "*B D"]:
     """Root mean square normalisation, statistics in float32 (arXiv 1910.07467; LlamaRMSNorm)."""
     wide = x.astype(jnp.float32)
+    if x.size == x.shape[-1]:
+        # XLA makes one GPU kernel of a norm of several rows, and two of a single row's. So the row
+        # has company, which differs from it, or XLA would see through this.
+        wide = wide.reshape(1, -1) * jnp.arange(1, 3, dtype=jnp.float32)[:, None]
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.read().astype(jnp.float32)).astype(x.dtype)
+    normed = (wide * scale * weight.read().astype(jnp.float32)).astype(x.dtype)
+    return normed[:1].reshape(x.shape) if x.size == x.shape[-1] else normed
 
 
 def apply_rope(x: Float[Array, "B T M H"], rope: Float[Array, "B T 2 R"]) -> Float[Array, "B T M H"]:

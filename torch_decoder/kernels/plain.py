@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -39,16 +41,48 @@ def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, " D"], eps: float) 
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def apply_rope(x: Float[Tensor, "B T M H"], rope: Float[Tensor, "B T 2 H"]) -> Float[Tensor, "B T M H"]:
-    """Rotate halves; ``rope`` holds cosines, and sines with the sign of their half (transformers' rotate_half)."""
-    cos, sin = rope[:, :, None, 0], rope[:, :, None, 1]
-    # The float32 table makes the products float32: rounding those to bfloat16 would cost twice the
-    # error of rounding the result, which ``out`` does without a kernel of its own.
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=torch.empty_like(x))
+def linear_add(x: Float[Tensor, "*B K"], weight: Float[Tensor, "M K"], bias: Float[Tensor, " M"] | None, residual: Float[Tensor, "*B M"]) -> Float[Tensor, "*B M"]:
+    """``residual + linear(x)``; where the library adds up in place, ``residual`` is given up: go on with the result."""
+    ours = torch.compiler.is_compiling() or bias is not None or (x.device.type == "cpu" and x.dtype == torch.float32)
+    if ours:
+        return residual + linear(x, weight, bias)
+    residual.view(-1, residual.shape[-1]).addmm_(x.view(-1, x.shape[-1]), weight.t())
+    return residual
+
+
+def linear_float(x: Float[Tensor, "*B K"], weight: Float[Tensor, "M K"]) -> Float[Tensor, "*B M"]:
+    """``x @ weight.T`` in float32, without a rounding to the dtype of ``x`` on its way where a GPU computes it."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32).view(*x.shape[:-1], -1)
+    return linear(x, weight).float()
+
+
+def turns(rope: Float[Tensor, "B T 2 H"]) -> Shaped[Tensor, "B T *R"]:
+    """A table's rows in the form that ``apply_rope`` is quickest with: complex numbers [B, T, H/2].
+
+    A compiler fuses the real form, and knows little of complex numbers: for it the rows stay as they are.
+    """
+    half = rope.shape[-1] // 2
+    return torch.complex(rope[..., 0, :half], rope[..., 1, half:])
+
+
+def apply_rope(x: Float[Tensor, "B T M H"], rope: Shaped[Tensor, "B T *R"], out: Float[Tensor, "B T M H"]) -> None:
+    """Rotate halves into ``out``, which may be ``x`` (transformers' rotate_half); in float32, rounded once.
+
+    ``rope`` is as ``turns`` gives it, or rows of a table: cosines, and sines with the sign of their half.
+    """
+    if rope.is_complex():
+        # A pair is an element of each half. Three kernels; products of mixed dtypes take four times as long.
+        pairs = x.unflatten(-1, (2, -1)).transpose(-1, -2).to(torch.float32, memory_format=torch.contiguous_format)
+        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rope[:, :, None])
+        out.unflatten(-1, (2, -1)).copy_(turned.transpose(-1, -2))
+    else:
+        cos, sin = rope[:, :, None, 0], rope[:, :, None, 1]
+        out.copy_(x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin)
 
 
 def cache_rows(positions: Int[Tensor, "B T"], kv_heads: int, slots: int) -> Int[Tensor, " R"]:
-    """Where ``write_cache`` puts heads: rows of a cache [B, K, S, H] seen as [B * K * S, H]; int64.
+    """Where ``write_cache`` puts heads: rows of keys, or of values, [B, K, S, H] seen as [B * K * S, H]; int64.
 
     The same for every layer, so it is computed once a step. Positions must be below S: one past the
     end would name the next head's first slot. Callers check room on the host.
@@ -57,53 +91,89 @@ def cache_rows(positions: Int[Tensor, "B T"], kv_heads: int, slots: int) -> Int[
     return (heads * slots + positions[:, None]).flatten()
 
 
-def write_cache(cache: Float[Tensor, "B K S H"], new: Float[Tensor, "B T K H"], rows: Int[Tensor, " R"]) -> None:
-    """Store ``new`` in the cache, in place; ``rows`` as ``cache_rows`` gives them."""
-    cache.view(-1, cache.shape[-1]).index_copy_(0, rows, new.transpose(1, 2).reshape(-1, cache.shape[-1]))
+def write_cache(cache: Float[Tensor, "2 B K S H"], new: Float[Tensor, "B T K2 H"], rows: Int[Tensor, " R"]) -> None:
+    """Store key heads and then value heads (K2 = 2 K) in the cache, in place; ``rows`` as ``cache_rows`` gives them."""
+    sides = new.unflatten(2, (2, -1)).permute(2, 0, 3, 1, 4)
+    cache.flatten(1, 3).index_copy_(1, rows, sides.reshape(2, -1, new.shape[-1]))
 
 
-def mask_dtype(length: int, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which ``attend`` wants its mask: that of the scores which it is added to."""
-    return torch.float32 if length == 1 and device.type == "cuda" else dtype
+class Seen(NamedTuple):
+    """What queries may look at, the same for all layers of one window: a mask, or lengths on the device."""
+
+    mask: Float[Tensor, "B 1 T S"] | None  # 0 where a query may look, else -inf
+    lengths: Int[Tensor, " R"] | None = None  # valid slots of each row and key head, R = B * K; int32
+    starts: Int[Tensor, "2 R1"] | None = None  # where each begins among queries, and in a cache seen as [R * S, H]; R1 is R + 1, int32
+    window: int | None = None
 
 
-def attend(
-    q: Float[Tensor, "B T N H"],
-    k: Float[Tensor, "B K S H"],
-    v: Float[Tensor, "B K S H"],
-    mask: Float[Tensor, "B 1 T S"],
-) -> Float[Tensor, "B T M"]:
-    """Softmax attention over the whole cache; ``mask`` is 0 where a query may look, else -inf.
+def seen(positions: Int[Tensor, "B T"], cache: Float[Tensor, "2 B K S H"], windows: Collection[int | None]) -> dict[int | None, Seen]:
+    """For each window what queries at ``positions`` may look at, in the form that ``attend`` wants it."""
+    _, _, kv_heads, slots, width = cache.shape
+    half = cache.dtype in (torch.bfloat16, torch.float16)
+    if cache.is_cuda and positions.shape[1] == 1 and half and width % 8 == 0 and width <= 256 and torch.backends.cuda.is_flash_attention_available():
+        lengths = (positions + 1).int().repeat(1, kv_heads).flatten()
+        order = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=cache.device)
+        starts = torch.stack([order, order * slots])
+        return {window: Seen(None, lengths, starts, window) for window in windows}
+    dtype = torch.float32 if cache.is_cuda and positions.shape[1] == 1 else cache.dtype  # of the scores which it is added to
+    distance = positions[:, None, :, None] - torch.arange(slots, device=cache.device)
+    minus_infinity = torch.full((), float("-inf"), dtype=dtype, device=cache.device)
+    masks = {}
+    for window in windows:
+        visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        masks[window] = Seen(torch.where(visible, torch.zeros_like(minus_infinity), minus_infinity))
+    return masks
 
-    M is N * H. Slots past the row's end must hold finite values. The cache is read as it lies
+
+def attend(q: Float[Tensor, "B T N H"], cache: Float[Tensor, "2 B K S H"], seen: Seen) -> Float[Tensor, "B T M"]:
+    """Softmax attention over what is ``seen`` of the cache; M is N * H.
+
+    Behind a mask, slots past the row's end must hold finite values. The cache is read as it lies
     (transformers repeats it for grouped heads): grouped queries become further queries of their
     key head. The library's choice on an H200, cuDNN, is left out: two runs of the same steps
     differed there, first behind an attention over more than 128 positions.
     """
     batch, length, heads, width = q.shape
-    kv_heads = k.shape[1]
+    kv_heads = cache.shape[2]
     group = heads // kv_heads
     if q.is_cuda and length == 1:
-        return attend_one(q.view(batch, kv_heads, group, width), k, v, mask).view(batch, 1, heads * width)
+        attend_step = attend_one if seen.mask is not None else attend_lengths
+        return attend_step(q.reshape(batch, kv_heads, group, width), cache, seen).view(batch, 1, heads * width)
     grouped = q.reshape(batch, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * length, width)
-    if length > 1 and group > 1:
-        mask = mask.repeat(1, 1, group, 1)
+    mask = seen.mask.repeat(1, 1, group, 1) if length > 1 and group > 1 else seen.mask
     with sdpa_kernel(REPEATABLE) if q.is_cuda else nullcontext():
-        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=width**-0.5)
+        out = F.scaled_dot_product_attention(grouped, cache[0], cache[1], attn_mask=mask, scale=width**-0.5)
     out = out.view(batch, kv_heads, group, length, width).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, length, heads * width)
 
 
-def attend_one(q: Float[Tensor, "B K G H"], k: Float[Tensor, "B K S H"], v: Float[Tensor, "B K S H"], mask: Float[Tensor, "B 1 1 S"]) -> Float[Tensor, "B K G H"]:
-    """``attend`` for one query a head, G of them a key head, as two products; scores and softmax in float32."""
+def attend_lengths(q: Float[Tensor, "B K G H"], cache: Float[Tensor, "2 B K S H"], seen: Seen) -> Float[Tensor, "B K G H"]:
+    """``attend`` for one query a head in half precision: the library's flash attention, which reads lengths on the device.
+
+    Each row and key head is a sequence of its own, so that it looks at no slot past its length. The
+    public ``varlen_attn`` takes lengths since PyTorch 2.11, and fills a tensor that we need not have.
+    """
+    slots, width = cache.shape[3:]
+    keys, values = cache.reshape(2, -1, 1, width)
+    left, right = (None, None) if seen.window is None else (seen.window - 1, 0)
+    out = torch.ops.aten._flash_attention_forward(
+        q.reshape(-1, q.shape[2], width), keys, values, *seen.starts, 1, slots, 0.0, False, False,
+        scale=width**-0.5, window_size_left=left, window_size_right=right, seqused_k=seen.lengths,
+    )[0]  # fmt: skip
+    return out.view(q.shape)
+
+
+def attend_one(q: Float[Tensor, "B K G H"], cache: Float[Tensor, "2 B K S H"], seen: Seen) -> Float[Tensor, "B K G H"]:
+    """``attend`` for one query a head as two products behind a mask; scores and softmax in float32."""
+    k, v = cache
     rows = q.shape[0] * q.shape[1]
     queries, keys = q.reshape(rows, *q.shape[2:]), k.reshape(rows, *k.shape[2:]).transpose(1, 2)
     if q.is_cuda and q.dtype != torch.float32:
         scores = torch.bmm(queries, keys, out_dtype=torch.float32)  # rounded to half precision they would cost accuracy
     else:
         scores = torch.bmm(queries.float(), keys.float())
-    scores = torch.add(mask, scores.view(*q.shape[:3], -1), alpha=q.shape[-1] ** -0.5)
+    scores = torch.add(seen.mask, scores.view(*q.shape[:3], -1), alpha=q.shape[-1] ** -0.5)
     weights = scores.softmax(-1).to(v.dtype)
     return torch.bmm(weights.view(rows, q.shape[2], -1), v.reshape(rows, *v.shape[2:])).view(q.shape)
 

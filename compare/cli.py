@@ -1,4 +1,4 @@
-"""``python -m compare run|parity|report|plan|program|doctor``. Exit 0 good, 1 a parity check failed, 2 bad input."""
+"""``python -m compare run|parity|report|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
 
 from __future__ import annotations
 
@@ -50,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="make the HTML report of a result file, without measuring")
     report.add_argument("result", help="result file of `compare run`")
     report.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
+    diff = commands.add_parser("diff", help="which variants became slower beyond the noise, or lost their parity: exit 1")
+    diff.add_argument("before", help="result file of `compare run`")
+    diff.add_argument("after", help="another one of the same workload, from the same machine")
+    diff.add_argument("--tolerance", type=float, default=0.02, help="part of a step time by which two runs of the same code may differ (default: %(default)s)")
     plan = commands.add_parser("plan", help="memory of weights, cache and state, bucket by bucket, before anything is loaded")
     plan.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME (default: %(default)s)")
     plan.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: %(default)s")
@@ -154,6 +158,14 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _diff(args: argparse.Namespace) -> int:
+    from .diff import changes, worse
+
+    found, alone = changes(results.load(args.before), results.load(args.after), args.tolerance)
+    print("\n".join([*(change.line() for change in found), *alone]))
+    return 1 if worse(found) else 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from .planner import lines, plan
 
@@ -189,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("compare").setLevel(logging.INFO)
     try:
-        return {"run": _run, "parity": _parity, "report": _report, "plan": _plan, "program": _program, "doctor": _doctor}[args.command](args)
+        return {"run": _run, "parity": _parity, "report": _report, "diff": _diff, "plan": _plan, "program": _program, "doctor": _doctor}[args.command](args)
     except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
         print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
         return 2

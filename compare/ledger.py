@@ -28,12 +28,16 @@ class LedgerError(Exception):
     """Driver calls cannot be counted here."""
 
 
+def kind_of(name: str) -> str | None:
+    """The kind of a driver call by its name, or None where it is of none that is counted."""
+    return next((kind for kind, pattern in _KINDS if re.match(pattern, name)), None)
+
+
 def tally(calls: Counter[str]) -> dict[str, int]:
     """Calls of each kind: graph_updates, graph_launches, other_launches (of kernels), host_functions, memory_operations, synchronisations."""
     found = dict.fromkeys((kind for kind, _ in _KINDS), 0)
     for name, count in calls.items():
-        kind = next((kind for kind, pattern in _KINDS if re.match(pattern, name)), None)
-        if kind is not None:
+        if (kind := kind_of(name)) is not None:
             found[kind] += count
     return found
 

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from .gains import gains
 from .table import peer_tokens_per_s
 
 # Okabe-Ito: told apart by colour-blind readers.
@@ -105,7 +106,7 @@ def render(result: dict[str, Any]) -> str:
     charts = {"Speed": speed_chart(result), "Step time": step_chart(result)} if measured(result) else {}
     peer = peer_tokens_per_s(result)
     return environment.get_template("report.html").render(
-        result=result, headline=headline(result), charts=charts, peer=peer, label=label, raw=json.dumps(result["environment"], indent=1)
+        result=result, headline=headline(result), charts=charts, peer=peer, label=label, gains=gains(result), raw=json.dumps(result["environment"], indent=1)
     )
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from . import results
+from .ceilings import ceilings
 from .environment import cuda_visible, environment, gpu
 from .line import Worker
 from .models import encode_prompts, model_config, weight_bytes
@@ -59,10 +56,7 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
             measured.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
     order = {v: i for i, v in enumerate(variants)}
     measured.sort(key=lambda r: order[Variant(*(r[k] for k in ("framework", "launch", "kernels", "sampling")))])
-    ceilings = {"copy_gb_per_s": copy_bandwidth()}
-    if cuda["torch"]:
-        ceilings["device_copy_gb_per_s"] = device_copy_bandwidth()
-    return results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, ceilings, measured)
+    return results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, ceilings(cuda["torch"]), measured)
 
 
 def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], folder: Path) -> dict[str, Any]:
@@ -150,29 +144,3 @@ def _free_bytes(cuda: bool) -> int:
     if not cuda:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(gpu()["memory.free"].removesuffix(" MiB")) * 2**20
-
-
-def device_copy_bandwidth(megabytes: int = 1024) -> float:
-    """GB/s of a copy within the GPU's memory, bytes read and written counted: the ceiling of a GPU step."""
-    code = (
-        "import torch; n = int(__import__('sys').argv[1]) * 2**20; a = torch.zeros(n, dtype=torch.int8, device='cuda'); b = torch.empty_like(a); best = 1e9\n"
-        "for _ in range(10):\n"
-        "    s, e = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)\n"
-        "    s.record(); b.copy_(a); e.record(); e.synchronize(); best = min(best, s.elapsed_time(e))\n"
-        "print(2 * n / best / 1e6)"
-    )
-    return float(subprocess.run([sys.executable, "-c", code, str(megabytes)], capture_output=True, text=True, check=True).stdout)
-
-
-def copy_bandwidth(megabytes: int = 256) -> float:
-    """GB/s of a host copy, bytes read and written counted: the ceiling of a CPU step."""
-    import time
-
-    source = np.ones(megabytes * 125_000)  # float64
-    target = np.empty_like(source)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - started)
-    return 2 * source.nbytes / best / 1e9

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .gains import gains
 from .workload import Variant
 
 COLUMNS = ("parity", "max |Δ|", "step ms p50", "p10 – p90", "tokens/s", "× transformers", "compile s")
@@ -36,6 +37,8 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
     console.print(table)
     for reason, names in missing.items():
         console.print(f"not measured: {', '.join(names)}: {reason}", markup=False)
+    for gain in gains(result):
+        console.print(f"{gain.cause} alone: {gain.line()}", markup=False)
     gpu = environment["gpu"]["name"] if environment["gpu"] else "no GPU"
     versions = environment["versions"]
     console.print(f"{environment['cpu']}, {environment['cores']} cores, {gpu}; torch {versions['torch']}, jax {versions['jax']}", markup=False)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .statistics import drift, median_interval
+
 STEPS_A_BLOCK = {"cpu": 4, "cuda": 32}  # on a GPU many, so that starting and waiting weigh little
 STEPS_IN_FLIGHT = 8  # of which the host's time to enqueue is taken: a full queue would make it the device's
 WARM_UP_STEPS = 3
@@ -85,9 +87,10 @@ def _block(arm: Arm, steps: int) -> tuple[float, float, float]:
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, Any]:
-    """p10, p50, p90 and every sample."""
+    """p10, p50 with its 95 % interval, p90, every sample in the order of time, and how they drift."""
     p10, p50, p90 = (float(np.quantile(samples, q)) for q in (0.1, 0.5, 0.9))
-    return {"p10": p10, "p50": p50, "p90": p90, "samples": [float(s) for s in samples]}
+    _, low, high = median_interval(samples)
+    return {"p10": p10, "p50": p50, "p90": p90, "p50_interval": [low, high], "drift": drift(samples), "samples": [float(s) for s in samples]}
 
 
 def time_generations(generate: Sequence[Callable[[], None]], repeats: int) -> list[float]:

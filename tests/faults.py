@@ -65,7 +65,7 @@ FAULTS = (
     Fault("skipped feedback", "torch_decoder/decode.py", "    state.tokens.copy_(torch.where(moves, token, state.tokens))\n", "", TOKENS),
     Fault("position off by one", "torch_decoder/decode.py", "    following = state.positions + 1\n", "    following = state.positions + 2\n", f"{STEPS} -k last_slot"),
     Fault("ended rows go on", "torch_decoder/decode.py", "    moves = running & (ended == RUNNING)\n", "    moves = running\n", f"{GRAPHS} -k 'refilled or stop_ids'"),
-    Fault("cache row not cleared on admission", "torch_decoder/decode.py", "        cache[row].zero_()\n", "        pass\n", f"{GRAPHS} -k poison"),
+    Fault("cache row not cleared on admission", "torch_decoder/decode.py", "        layer[:, row].zero_()\n", "        pass\n", f"{GRAPHS} -k poison"),
     Fault(
         "forced tokens of the last row kept", "torch_decoder/decode.py", '(("ring", -1), ("forced", -1), ("logprobs", 0))', '(("ring", -1), ("logprobs", 0))', f"{GRAPHS} -k poison"
     ),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import torch_decoder.decode
+from compare.ceilings import device_ceilings
 from compare.ledger import Ledger, tally
 from tests.helpers import DECODERS, P24, numpy
 from torch_decoder.kernels import plain
@@ -323,3 +324,12 @@ def test_captures_are_quick_and_small(which, strong, record_property):
     record_property("graph_bytes", [g["graph_bytes"] for g in graphs])
     seconds = [g["capture_s"] for g in graphs]  # of 5 buckets, greedy and sampled
     assert len(graphs) == 10 and max(seconds) < 0.1 and sum(seconds) < 1
+
+
+def test_ceilings_hold_together():
+    """A graph of many kernels costs the host little more than one of few; the device pays for each."""
+    found = device_ceilings(256)
+    graphs = found["graph_launch"]
+    assert 0.3 < found["gemv_gb_per_s"] / found["device_copy_gb_per_s"] < 1.3
+    assert graphs["1000"]["host_us"] < 1000 * found["null_kernel"]["host_us"] / 4
+    assert graphs["1000"]["device_us"] > 3 * graphs["100"]["device_us"] > 3 * graphs["10"]["device_us"]

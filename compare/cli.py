@@ -128,7 +128,7 @@ def xla_settings(words: Sequence[str], in_environment: bool) -> tuple[str, dict[
         raise ConfigError(f"--xla-flag names {', '.join(refused)}, which the installed jaxlib does not accept: see `compare doctor` for those it knows")
     if not in_environment:
         return "", options
-    return xla_flags.as_environment({**xla_flags.step_options(True, "gpu"), **options}, loops=True), {}
+    return xla_flags.as_environment({**xla_flags.step_options(True, "gpu"), **options}, process=True), {}
 
 
 def _parity(args: argparse.Namespace) -> int:

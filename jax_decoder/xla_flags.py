@@ -19,6 +19,7 @@ from .errors import ConfigError
 
 COMMAND_TYPES = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL")
 _TYPES, _SMALLEST = "xla_gpu_enable_command_buffer", "xla_gpu_graph_min_graph_size"
+TEMPORARIES = "xla_gpu_temp_buffer_use_separate_color"
 
 # Every flag that this project sets or documents, and what it does.
 FLAGS = {
@@ -28,6 +29,7 @@ FLAGS = {
     "xla_gpu_command_buffer_scheduling_mode": "order of the nodes: SERIALIZE, CONCURRENT or LHS",
     "xla_gpu_command_buffer_unroll_loops": "record a loop of known length as its unrolled steps",
     "xla_gpu_graph_enable_concurrent_region": "let independent nodes of a graph run side by side",
+    TEMPORARIES: "keep temporaries apart from a program's arrays, so that these do not take their place and no node needs a new address; read when JAX starts, so in XLA_FLAGS only",
     "xla_gpu_autotune_level": "0 pins library kernels, so that compared executables use the same ones",
     "xla_disable_hlo_passes": "passes to leave out; slice-sinker may move a conversion in front of the slices of a stacked weight, which would then be converted as a whole at every step",
     "xla_enable_command_buffers_during_profiling": "keeps graphs on while a profiler runs; off, a profile shows another program than the one that is used",
@@ -51,10 +53,10 @@ def step_options(graph: bool, platform: str) -> Options:
     return {**common, **graphs, **_user_options}
 
 
-def as_environment(options: Options, loops: bool = False) -> str:
-    """The same options as the text of XLA_FLAGS; ``loops`` adds while loops to the recorded kinds."""
+def as_environment(options: Options, process: bool = False) -> str:
+    """The same options as the text of XLA_FLAGS; ``process`` adds what has no effect elsewhere: loops are recorded, temporaries kept apart."""
     words = [f"--{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()]
-    return " ".join(words + [f"--{_TYPES}=+WHILE"] * loops)
+    return " ".join(words + [f"--{_TYPES}=+WHILE", f"--{TEMPORARIES}=true"] * process)
 
 
 _user_options: Options = {}

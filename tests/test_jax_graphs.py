@@ -195,8 +195,12 @@ def test_the_options_are_accepted_by_the_installed_version():
 
 
 def test_both_routes_say_the_same():
-    text = xla_flags.as_environment({**xla_flags.step_options(True, "gpu")}, loops=True)
-    assert "--xla_gpu_enable_command_buffer=FUSION," in text and "profiling=true " in text and text.endswith("--xla_gpu_enable_command_buffer=+WHILE")
+    text = xla_flags.as_environment({**xla_flags.step_options(True, "gpu")}, process=True)
+    assert (
+        "--xla_gpu_enable_command_buffer=FUSION," in text
+        and "profiling=true " in text
+        and text.endswith("--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_temp_buffer_use_separate_color=true")
+    )
     assert xla_flags.unknown(text) == ()
 
 

@@ -62,7 +62,7 @@ def test_removing_a_kind_of_command_ends_the_single_buffer():
 def test_flags_in_the_environment_give_the_same_program(monkeypatch):
     """The two routes of the README: compiler options, and XLA_FLAGS set before JAX starts."""
     options = program("qwen3-0.6b", 1, 1)
-    monkeypatch.setenv("XLA_FLAGS", xla_flags.as_environment(xla_flags.step_options(True, "gpu"), loops=True))
+    monkeypatch.setenv("XLA_FLAGS", xla_flags.as_environment(xla_flags.step_options(True, "gpu"), process=True))
     assert program("qwen3-0.6b", 1, 1) == options
     monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_enable_command_buffer= {xla_flags.as_environment({'xla_disable_hlo_passes': 'slice-sinker'})}")
     assert program("qwen3-0.6b", 1, 1)["buffers"] == []

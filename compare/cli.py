@@ -1,4 +1,4 @@
-"""``python -m compare run|parity|report|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
+"""``python -m compare run|parity|report|timeline|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="make the HTML report of a result file, without measuring")
     report.add_argument("result", help="result file of `compare run`")
     report.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
+    timeline = commands.add_parser("timeline", help="idle time of each traced step, and the steps as a trace for Perfetto")
+    timeline.add_argument("result", help="result file of `compare run` from a GPU")
+    timeline.add_argument("--out", default="timeline.json", help="the Chrome trace to write (default: %(default)s)")
     diff = commands.add_parser("diff", help="which variants became slower beyond the noise, or lost their parity: exit 1")
     diff.add_argument("before", help="result file of `compare run`")
     diff.add_argument("after", help="another one of the same workload, from the same machine")
@@ -158,6 +161,15 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _timeline(args: argparse.Namespace) -> int:
+    from .timeline import chrome_trace, lines
+
+    result = results.load(args.result)
+    Path(args.out).write_text(json.dumps(chrome_trace(result)))
+    print("\n".join([*lines(result), args.out]))
+    return 0
+
+
 def _diff(args: argparse.Namespace) -> int:
     from .diff import changes, worse
 
@@ -201,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("compare").setLevel(logging.INFO)
     try:
-        return {"run": _run, "parity": _parity, "report": _report, "diff": _diff, "plan": _plan, "program": _program, "doctor": _doctor}[args.command](args)
+        return {"run": _run, "parity": _parity, "report": _report, "timeline": _timeline, "diff": _diff, "plan": _plan, "program": _program, "doctor": _doctor}[args.command](args)
     except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
         print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,13 @@ def save(result: dict[str, Any], path: Path) -> None:
     check(result, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.write_text(_text(result) + "\n")
     os.replace(temporary, path)
+
+
+def _text(result: dict[str, Any]) -> str:
+    """JSON with a line for each field, and lists of numbers on one line."""
+    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))
 
 
 def load(path: str | Path) -> dict[str, Any]:

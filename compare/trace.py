@@ -15,7 +15,7 @@ import numpy as np
 
 from .ledger import LedgerError, kind_of
 
-RECORDED_STEPS = 5
+WARM_UP_STEPS, RECORDED_STEPS = 3, 5
 _BUFFER_BYTES = 8 * 1024 * 1024
 
 
@@ -91,27 +91,36 @@ class Tracer:
         # Kept by name: CUPTI holds no reference to them.
         self._requested, self._completed = lambda: (_BUFFER_BYTES, 0), self._records.extend
 
-    def record(self, work: Callable[[], Any], wait: Callable[[], Any]) -> tuple[Span, ...]:
-        """Spans of ``work`` and what it set off; ``wait`` returns when the device has done all of it."""
-        cupti = self._cupti
+    def record(self, work: Callable[[], Any], wait: Callable[[], Any], times: int) -> list[StepTrace]:
+        """A trace of each ``work`` and of what it set off; ``wait`` returns when the device has done all of it.
+
+        The first ones are slow: CUPTI instruments what it meets for the first time.
+        """
+        cupti, marks = self._cupti, []
         wait()
         self._records.clear()
         cupti.activity_register_callbacks(self._requested, self._completed)
         for kind in self._kinds:
             cupti.activity_enable(kind)
         try:
-            begun = cupti.get_timestamp()
-            work()
-            called = cupti.get_timestamp()
-            wait()
+            for _ in range(times):
+                begun = cupti.get_timestamp()
+                work()
+                marks.append((begun, cupti.get_timestamp()))
+                wait()
             cupti.activity_flush_all(1)
         finally:
             for kind in self._kinds:
                 cupti.activity_disable(kind)
-        spans = [self._span(record) for record in self._records]
-        # Calls made by the wait itself are no part of the step.
-        kept = [s for s in spans if s.start >= begun and (s.lane == "device" or s.start <= called)]
-        return tuple(sorted(kept, key=lambda s: s.start))
+        return [self._trace(begun, called) for begun, called in marks]
+
+    def _trace(self, begun: int, called: int) -> StepTrace:
+        """The driver calls between two times, and the device's work that they asked for: none of the wait's."""
+        driver = self._cupti.ActivityKind.DRIVER
+        calls = {r.correlation_id: r for r in self._records if r.kind == driver and begun <= r.start <= called}
+        asked = [r for r in self._records if r.kind != driver and r.correlation_id in calls]
+        spans = [self._span(r) for r in (*calls.values(), *asked)]
+        return StepTrace(tuple(sorted((s for s in spans if s.lane == "device" or kind_of(s.name)), key=lambda s: s.start)))
 
     def _span(self, record: Any) -> Span:
         kinds, domain = self._cupti.ActivityKind, self._cupti.CallbackDomain.DRIVER_API
@@ -121,24 +130,40 @@ class Tracer:
         return Span("device", name, record.start, record.end)
 
 
+def trace_arms(arms: Sequence[Any]) -> list[dict[str, Any]]:
+    """``trace_arm`` of each arm, or ``not_measured`` with the reason. Time nothing in this process afterwards."""
+    try:
+        tracer = Tracer()
+    except LedgerError as error:
+        return [{"not_measured": str(error)} for _ in arms]
+    return [_traced(tracer, arm) for arm in arms]
+
+
+def _traced(tracer: Tracer, arm: Any) -> dict[str, Any]:
+    if arm.variant.launch == "device_loop":
+        return {"not_measured": "CUPTI does not see the steps of a loop on the device"}
+    try:
+        return trace_arm(tracer, arm)
+    except Exception as error:  # the times that were measured before must not be lost with the trace
+        return {"not_measured": f"{type(error).__name__}: {error}"}
+
+
 def trace_arm(tracer: Tracer, arm: Any) -> dict[str, Any]:
     """The middle one of a few traced steps of a warm arm, and how much tracing stretched it.
 
     ``stretch`` is a traced step from its first call to its last kernel, over the wall time of the
-    same step untraced and waited for. Work that a loop on the device launches by itself is not seen by CUPTI.
+    same step untraced and waited for. Work that a loop on the device launches by itself is not seen
+    by CUPTI. Raises LedgerError if nothing was recorded.
     """
     arm.restart()
     arm.steps(1)
-    plain = [_seconds(arm) for _ in range(RECORDED_STEPS)]
-    traces = []
-    for _ in range(RECORDED_STEPS):
-        spans = tracer.record(lambda: arm.steps(1), arm.wait)
-        traces.append(StepTrace(tuple(s for s in spans if s.lane == "device" or kind_of(s.name) is not None)))
-    traces = [trace for trace in traces if trace.lane("device")]
+    untraced_us = float(np.median([_seconds(arm) for _ in range(RECORDED_STEPS)])) * 1e6
+    traces = tracer.record(lambda: arm.steps(1), arm.wait, WARM_UP_STEPS + RECORDED_STEPS)[WARM_UP_STEPS:]
+    traces = sorted((trace for trace in traces if trace.lane("device")), key=lambda trace: trace.span_us)
     if not traces:
         raise LedgerError("no device activity was recorded: another profiler may hold CUPTI")
-    middle = sorted(traces, key=lambda trace: trace.span_us)[len(traces) // 2]
-    return {**middle.as_dict(), "untraced_us": float(np.median(plain)) * 1e6, "stretch": float(np.median([t.span_us for t in traces])) / (float(np.median(plain)) * 1e6)}
+    middle = traces[len(traces) // 2]
+    return {**middle.as_dict(), "untraced_us": untraced_us, "stretch": middle.span_us / untraced_us}
 
 
 def _seconds(arm: Any) -> float:

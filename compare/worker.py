@@ -23,6 +23,7 @@ from .line import Line
 from .models import weight_bytes
 from .parity import Reference, Verdict, differing_bits
 from .timing import STEPS_A_BLOCK, time_generations, time_steps
+from .trace import trace_arms
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
 
 
@@ -108,7 +109,8 @@ def _measure(arms: Sequence[DecoderArm], workload: Workload, job: dict[str, Any]
     if not job["ledger"]:
         return measured
     line.say("timed")
-    return [with_counts(result, ledger) for result, ledger in zip(measured, count_arms(arms))]
+    counted = [with_counts(result, ledger) for result, ledger in zip(measured, count_arms(arms))]
+    return [{**result, "timeline": timeline} for result, timeline in zip(counted, trace_arms(arms))]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,33 +11,9 @@ import pytest
 from compare.cli import main
 from compare.diff import changes, worse
 from compare.gains import gains
-from compare.results import ResultError, make
+from compare.results import ResultError
 from compare.statistics import drift, median_interval, ratio_interval
-from compare.timing import quantiles
-
-
-def samples(median: float, spread: float = 0.01, count: int = 40, seed: int = 0) -> list[float]:
-    return (median * (1 + spread * np.random.default_rng(seed).standard_normal(count))).tolist()
-
-
-def entry(label: str, ms: float, verdict: str = "pass", seed: int = 0) -> dict:
-    framework, launch, kernels = label.split()
-    parity = {"verdict": verdict, "reference": "", "reason": "", "max_abs": 0.0}
-    return {
-        "framework": framework,
-        "launch": launch,
-        "kernels": kernels,
-        "sampling": "greedy",
-        "batch": 1,
-        "bucket": 1,
-        "parity": parity,
-        "step_ms": quantiles(samples(ms, seed=seed)),
-    }
-
-
-def run(*entries: dict, gpu: str = "A", **workload) -> dict:
-    environment = {"gpu": {"name": gpu}, "cpu": "C", "cores": 2}
-    return make({"model": "m", "batch": 1, **workload}, environment, {"copy_gb_per_s": 1.0}, list(entries))
+from tests.results import entry, run, samples
 
 
 def test_an_interval_holds_the_median_as_often_as_it_says():

@@ -8,8 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from compare.cli import main
 from compare.ledger import LedgerError
-from compare.trace import Span, StepTrace, Tracer, trace_arm
+from compare.report import render
+from compare.results import load, save
+from compare.trace import Span, StepTrace, Tracer, trace_arm, trace_arms
+from compare.workload import Variant
+from tests.results import entry, run
 
 
 class Kind(enum.IntEnum):
@@ -22,7 +27,7 @@ class FakeCupti:
     ActivityKind, CallbackDomain = Kind, SimpleNamespace(DRIVER_API=1)
 
     def __init__(self):
-        self.enabled, self.now, self.pending = set(), 0, []
+        self.enabled, self.now, self.pending, self.correlation = set(), 0, [], 0
 
     def activity_register_callbacks(self, requested, completed):
         self.completed = completed
@@ -46,10 +51,15 @@ class FakeCupti:
         return {1: "cuLaunchKernel", 2: "cuStreamSynchronize", 3: "cuCtxGetCurrent"}[cbid]
 
     def call(self, cbid, start, length=5):
-        self.pending.append(SimpleNamespace(kind=Kind.DRIVER, cbid=cbid, start=start, end=start + length))
+        self.correlation += 1
+        self._add(kind=Kind.DRIVER, cbid=cbid, start=start, end=start + length)
 
-    def kernel(self, name, start, length):
-        self.pending.append(SimpleNamespace(kind=Kind.CONCURRENT_KERNEL, name=name, start=start, end=start + length))
+    def work(self, kind, start, length, name=None):
+        """What the newest call asked the device for."""
+        self._add(kind=kind, name=name, start=start, end=start + length)
+
+    def _add(self, **fields):
+        self.pending.append(SimpleNamespace(correlation_id=self.correlation, **fields))
 
 
 class FakeArm:
@@ -64,16 +74,17 @@ class FakeArm:
     def steps(self, count):
         if self.cupti.enabled and self.records:
             now = self.cupti.now
+            self.cupti.call(3, now + 0)
             self.cupti.call(1, now + 1)
-            self.cupti.call(3, now + 6)
-            self.cupti.kernel("gemv", now + 20, 100)
+            self.cupti.work(Kind.CONCURRENT_KERNEL, now + 20, 100, "gemv")
             self.cupti.call(1, now + 8)
-            self.cupti.kernel("norm", now + 130, 10)
-            self.cupti.pending.append(SimpleNamespace(kind=Kind.MEMCPY, start=now + 135, end=now + 150))
+            self.cupti.work(Kind.CONCURRENT_KERNEL, now + 130, 10, "norm")
+            self.cupti.work(Kind.MEMCPY, now + 135, 15)
 
     def wait(self):
         if self.cupti.enabled:
             self.cupti.call(2, self.cupti.now + 100, 50)
+            self.cupti.work(Kind.MEMCPY, self.cupti.now + 200, 9)  # as the copy of a token to the host does
         self.cupti.now += 1000
 
 
@@ -113,7 +124,7 @@ def test_a_step_of_which_nothing_was_recorded_is_an_error(cupti):
 def test_recording_ends_when_the_step_fails(cupti):
     arm, tracer = FakeArm(cupti), Tracer()
     with pytest.raises(ZeroDivisionError):
-        tracer.record(lambda: 1 / 0, arm.wait)
+        tracer.record(lambda: 1 / 0, arm.wait, 1)
     assert cupti.enabled == set()
 
 
@@ -121,3 +132,61 @@ def test_without_cupti_python_the_reason_is_given(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cupti", None)
     with pytest.raises(LedgerError, match="pip install cupti-python"):
         Tracer()
+
+
+# ---- what is made of traces --------------------------------------------------------------------
+
+
+def traced_run() -> dict:
+    """A step of 3 launches far apart, and the same work behind one graph launch."""
+    eager = [Span("host", "cuLaunchKernel", 1000 * i, 1000 * i + 300) for i in range(3)] + [Span("device", f"k{i}", 1000 * i + 400, 1000 * i + 600) for i in range(3)]
+    graph = [Span("host", "cuGraphLaunch", 0, 300)] + [Span("device", f"k{i}", 400 + 200 * i, 600 + 200 * i) for i in range(3)]
+    entries = [entry("torch eager plain", 2.0), entry("torch cuda_graph plain", 1.0), entry("torch device_loop plain", 0.9)]
+    for made, spans in zip(entries, (eager, graph)):
+        made["timeline"] = StepTrace(tuple(spans)).as_dict()
+    entries[2]["timeline"] = {"not_measured": "a loop"}
+    return run(*entries)
+
+
+def test_the_page_draws_the_step_without_and_in_a_graph():
+    page = render(traced_run())
+    assert "Timeline of one torch step: eager 77% idle over 3 µs, cuda_graph 40% idle over 1 µs" in page
+    assert "One step of jax" not in page
+
+
+def test_a_page_without_traces_draws_none():
+    assert "Timeline" not in render(run(entry("torch eager plain", 2.0)))
+
+
+def test_a_timeline_opens_in_perfetto(tmp_path, capsys):
+    """Trace Event Format: complete events with µs, names for processes and threads."""
+    source, target = tmp_path / "run.json", tmp_path / "timeline.json"
+    save(traced_run(), source)
+    assert main(["timeline", str(source), "--out", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert "torch eager: 3 driver calls, 3 pieces of work; device busy 1 of 3 µs, 77% idle" in printed
+    events = json.loads(target.read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["torch eager", "torch cuda_graph"]
+    (launch,) = [e for e in events if e["name"] == "cuGraphLaunch"]
+    assert (launch["ph"], launch["pid"], launch["tid"], launch["ts"], launch["dur"]) == ("X", 2, 1, 0.0, 0.3)
+
+
+def test_a_timeline_of_a_result_without_traces_is_refused(tmp_path, capsys):
+    save(run(entry("jax jit plain", 1.0)), tmp_path / "run.json")
+    assert main(["timeline", str(tmp_path / "run.json"), "--out", str(tmp_path / "t.json")]) == 2
+    assert "holds no traced step" in capsys.readouterr().err and not (tmp_path / "t.json").exists()
+
+
+def test_a_file_holds_lists_of_numbers_on_one_line_and_loads_as_it_was(tmp_path):
+    result = traced_run()
+    save(result, tmp_path / "run.json")
+    assert load(tmp_path / "run.json") == json.loads(json.dumps(result))
+    assert "\n    [" not in (tmp_path / "run.json").read_text().replace("\n    [ ", "") and len((tmp_path / "run.json").read_text().splitlines()) < 250
+
+
+def test_one_arm_that_cannot_be_traced_leaves_the_others_theirs(cupti):
+    arms = [FakeArm(cupti, records=False), FakeArm(cupti), FakeArm(cupti)]
+    for arm, launch in zip(arms, ("eager", "cuda_graph", "device_loop")):
+        arm.variant = Variant("torch", launch)
+    found = trace_arms(arms)
+    assert "no device activity" in found[0]["not_measured"] and found[1]["kernels"] == 3 and "loop" in found[2]["not_measured"]

@@ -1,0 +1,101 @@
+"""Charts of a result as inline SVG: text as text, the page's own ink, colours that colour-blind readers tell apart."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import jinja2
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from .trace import StepTrace
+from .workload import WITHOUT_GRAPH
+
+# Okabe-Ito.
+COLOURS = {"transformers": "#999999", "torch": "#D55E00", "jax": "#0072B2"}
+LAUNCH, COMPUTE = "#E69F00", "#009E73"
+_INK = "#123457"  # stands for the page's text colour, so that charts follow dark mode
+GRAPH = {"torch": "cuda_graph", "jax": "command_buffer"}
+
+
+def label(variant: dict[str, Any]) -> str:
+    special = [word for word, usual in ((variant["kernels"], "plain"), (variant["sampling"], "greedy")) if word != usual]
+    return f"{variant['framework']} {variant['launch']}" + (f" ({', '.join(special)})" if special else "")
+
+
+def measured(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [v for v in result["variants"] if "step_ms" in v]
+
+
+def _svg(figure: Any, alternative: str) -> str:
+    """Inline SVG with text as text and the page's own ink."""
+    buffer = io.StringIO()
+    with plt.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(buffer, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(_INK.lower(), "currentColor").replace(_INK, "currentColor")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{jinja2.filters.escape(alternative)}" class="chart" ', 1)
+
+
+def _axes(height: float) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(figsize=(7.2, height))
+    axes.tick_params(colors=_INK, labelsize=9)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(_INK)
+    axes.xaxis.label.set_color(_INK)
+    return figure, axes
+
+
+def speed_chart(result: dict[str, Any]) -> str:
+    """Tokens a second of every measured variant."""
+    arms = measured(result)[::-1]
+    figure, axes = _axes(0.6 + 0.36 * len(arms))
+    bars = axes.barh([label(v) for v in arms], [v["tokens_per_s"] for v in arms], color=[COLOURS[v["framework"]] for v in arms])
+    axes.bar_label(bars, fmt="%.1f", padding=3, color=_INK, fontsize=9)
+    axes.set_xlabel("tokens/s (more is better)")
+    alternative = "Tokens a second: " + ", ".join(f"{label(v)} {v['tokens_per_s']:.1f}" for v in arms[::-1])
+    return _svg(figure, alternative)
+
+
+def step_chart(result: dict[str, Any]) -> str:
+    """Every step sample of every measured variant, with the median."""
+    arms = measured(result)[::-1]
+    figure, axes = _axes(0.6 + 0.36 * len(arms))
+    for row, v in enumerate(arms):
+        samples = v["step_ms"]["samples"]
+        axes.plot(samples, [row] * len(samples), "|", color=COLOURS[v["framework"]], markersize=12, alpha=0.6)
+        axes.plot([v["step_ms"]["p50"]], [row], "D", color=_INK, markersize=4)
+    axes.set_yticks(range(len(arms)), [label(v) for v in arms])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("ms a step, logarithmic; the diamond is the median (less is better)")
+    return _svg(figure, "Step times: " + ", ".join(f"{label(v)} {v['step_ms']['p50']:.2f} ms" for v in arms[::-1]))
+
+
+def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
+    """One step without a graph above the same step in one, on one axis: calls, work, and blank where nothing runs. None without traces."""
+    kept = {(v["launch"], v["kernels"]): StepTrace.from_dict(v["timeline"]) for v in measured(result) if v["framework"] == framework and "spans" in v.get("timeline", {})}
+    pairs = [(launch, kept.get((launch, "plain"))) for launch in (WITHOUT_GRAPH[framework], GRAPH[framework])]
+    if any(trace is None for _, trace in pairs):
+        return None
+    figure, axes = _axes(2.6)
+    places, names = [], []
+    for row, (launch, trace) in enumerate(pairs):
+        zero = min(span.start for span in trace.spans)
+        for lane, colour, place in (("host", LAUNCH, 3.3 - 2.2 * row), ("device", COMPUTE, 2.5 - 2.2 * row)):
+            bars = [((span.start - zero) / 1e3, (span.end - span.start) / 1e3) for span in trace.lane(lane)]
+            axes.broken_barh(bars, (place - 0.3, 0.6), facecolors=colour)
+            places.append(place)
+            names.append(f"{launch}: {'host calls' if lane == 'host' else 'device'}")
+    axes.set_yticks(places, names)
+    axes.set_xlabel("µs since the step's first call; traced, so longer than measured")
+    shares = ", ".join(f"{launch} {trace.idle_share:.0%} idle over {trace.span_us:.0f} µs" for launch, trace in pairs)
+    return _svg(figure, f"Timeline of one {framework} step: {shares}")

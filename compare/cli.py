@@ -1,4 +1,4 @@
-"""``python -m compare run|parity|report|timeline|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
+"""``python -m compare run|parity|report|timeline|model|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
 
 from __future__ import annotations
 
@@ -53,6 +53,8 @@ def parser() -> argparse.ArgumentParser:
     timeline = commands.add_parser("timeline", help="idle time of each traced step, and the steps as a trace for Perfetto")
     timeline.add_argument("result", help="result file of `compare run` from a GPU")
     timeline.add_argument("--out", default="timeline.json", help="the Chrome trace to write (default: %(default)s)")
+    model = commands.add_parser("model", help="step times predicted from launches and kernel times: fitted on the first run, tested on the others")
+    model.add_argument("results", nargs="+", help="result files of `compare run` from one GPU; the first one is fitted")
     diff = commands.add_parser("diff", help="which variants became slower beyond the noise, or lost their parity: exit 1")
     diff.add_argument("before", help="result file of `compare run`")
     diff.add_argument("after", help="another one of the same workload, from the same machine")
@@ -170,6 +172,13 @@ def _timeline(args: argparse.Namespace) -> int:
     return 0
 
 
+def _model(args: argparse.Namespace) -> int:
+    from .launch_model import evaluate, lines
+
+    print("\n".join(lines(*evaluate([results.load(file) for file in args.results]))))
+    return 0
+
+
 def _diff(args: argparse.Namespace) -> int:
     from .diff import changes, worse
 
@@ -213,7 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("compare").setLevel(logging.INFO)
     try:
-        return {"run": _run, "parity": _parity, "report": _report, "timeline": _timeline, "diff": _diff, "plan": _plan, "program": _program, "doctor": _doctor}[args.command](args)
+        return {"run": _run, "parity": _parity, "report": _report, "timeline": _timeline, "model": _model, "diff": _diff, "plan": _plan, "program": _program, "doctor": _doctor}[
+            args.command
+        ](args)
     except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
         print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
         return 2

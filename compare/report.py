@@ -10,11 +10,11 @@ import jinja2
 
 from .charts import label, measured, speed_chart, step_chart, timeline_chart
 from .gains import gains
-from .table import peer_tokens_per_s
+from .table import disturbances, peer_tokens_per_s
 
 
 def headline(result: dict[str, Any]) -> list[str]:
-    """The answer in at most three sentences, computed from the data."""
+    """The answer in a few sentences, computed from the data."""
     arms = measured(result)
     if not arms:
         return ["Nothing could be measured on this machine; the table says why."]
@@ -27,6 +27,8 @@ def headline(result: dict[str, Any]) -> list[str]:
         best, peer = max(passing, key=lambda v: v["tokens_per_s"]), peer_tokens_per_s(result)
         against = f", {best['tokens_per_s'] / peer:.2f} times transformers' generate" if peer and best["framework"] != "transformers" else ""
         sentences.append(f"The fastest is {label(best)}: {best['tokens_per_s']:.1f} tokens/s at {best['step_ms']['p50']:.2f} ms a step{against}.")
+    for framework, reasons in disturbances(result).items():
+        sentences.append(f"Take the times of {framework} with care: {'; '.join(reasons)} while they were taken.")
     missing = sorted({v["not_measured"] for v in result["variants"] if "not_measured" in v})
     if missing:
         sentences.append(f"Some variants were not measured here ({'; '.join(missing)}).")

@@ -39,9 +39,17 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"not measured: {', '.join(names)}: {reason}", markup=False)
     for gain in gains(result):
         console.print(f"{gain.cause} alone: {gain.line()}", markup=False)
+    for framework, reasons in disturbances(result).items():
+        console.print(f"disturbed while {framework} was timed: {'; '.join(reasons)}", markup=False)
     gpu = environment["gpu"]["name"] if environment["gpu"] else "no GPU"
     versions = environment["versions"]
     console.print(f"{environment['cpu']}, {environment['cores']} cores, {gpu}; torch {versions['torch']}, jax {versions['jax']}", markup=False)
+
+
+def disturbances(result: dict[str, Any]) -> dict[str, list[str]]:
+    """Framework -> what disturbed the machine while it was timed; only those that were."""
+    seen = {v["framework"]: v["conditions"]["disturbed"] for v in result["variants"] if "conditions" in v}
+    return {framework: reasons for framework, reasons in seen.items() if reasons}
 
 
 def _cells(v: dict[str, Any], peer: float | None) -> list[str]:

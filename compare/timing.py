@@ -35,11 +35,11 @@ class Arm(Protocol):
         """How often anything was compiled so far."""
 
 
-def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: int = STEPS_A_BLOCK["cpu"]) -> list[dict[str, Any]]:
+def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: int = STEPS_A_BLOCK["cpu"], between: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """Time decode steps of all arms, interleaved ABBA; one result an arm.
 
     Each sample is the wall time of ``block`` steps ended by a wait, divided by their number.
-    ``steps_available`` is how many steps fit between restarts. Raises MeasurementError if a step
+    ``steps_available`` is how many steps fit between restarts; ``between`` is called before each round. Raises MeasurementError if a step
     compiled something while it was timed.
     """
     block = min(block, steps_available - WARM_UP_STEPS)
@@ -56,6 +56,7 @@ def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: in
     cpu: list[list[float]] = [[] for _ in arms]
     left = [steps_available] * len(arms)
     for round_number in range(rounds):
+        between()
         order = range(len(arms)) if round_number % 2 == 0 else range(len(arms) - 1, -1, -1)
         for i in order:
             if left[i] < block:

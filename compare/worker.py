@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .arms import DecoderArm, open_arms
+from .conditions import Conditions
 from .ledger import count_arms, with_counts
 from .line import Line
 from .models import weight_bytes
@@ -35,13 +36,15 @@ def judge_all(arms: Sequence[DecoderArm], workload: Workload, reference: Referen
         return list(pool.map(lambda variant: judge(variant, logits, workload, reference), logits))
 
 
-def time_all(arms: Sequence[DecoderArm], verdicts: Sequence[Verdict], workload: Workload, rounds: int, repeats: int, block: int) -> list[dict[str, Any]]:
+def time_all(arms: Sequence[DecoderArm], verdicts: Sequence[Verdict], workload: Workload, rounds: int, repeats: int, device: str) -> list[dict[str, Any]]:
     """The clocks; one result object an arm."""
-    steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1, block)
+    conditions = Conditions(device == "cuda")
+    steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1, STEPS_A_BLOCK[device], conditions.look)
+    seen = conditions.summary()
     seconds = time_generations([arm.generate for arm in arms], repeats)
     for arm in arms:
         arm.check_launch()
-    return [result_of(arm, verdict, clocks, total, workload) for arm, verdict, clocks, total in zip(arms, verdicts, steps, seconds)]
+    return [{**result_of(arm, verdict, clocks, total, workload), "conditions": seen} for arm, verdict, clocks, total in zip(arms, verdicts, steps, seconds)]
 
 
 def judge(variant: Variant, logits: Mapping[Variant, np.ndarray], workload: Workload, reference: Reference) -> Verdict:
@@ -105,7 +108,7 @@ def _measure(arms: Sequence[DecoderArm], workload: Workload, job: dict[str, Any]
     verdicts = judge_all(arms, workload, Reference(stored["logits"], stored.get("theirs")))
     line.say("ready", "ready to be timed")
     line.wait("go")
-    measured = time_all(arms, verdicts, workload, job["rounds"], job["repeats"], STEPS_A_BLOCK[job["device"]])
+    measured = time_all(arms, verdicts, workload, job["rounds"], job["repeats"], job["device"])
     if not job["ledger"]:
         return measured
     line.say("timed")

@@ -1,0 +1,126 @@
+"""How long a step should take, from how many launches it makes and how long its kernels run.
+
+Two formulas for a step without a graph: the article's sum, ``launches * launch_us + compute_us +
+sync_us``, and the overlapped form, ``max(launches * launch_us, compute_us + kernels * gap_us) +
+sync_us``, as the host runs ahead of the device. In a graph the host makes one launch, so the device's
+path is all: ``compute_us + kernels * gap_us + sync_us``, predicted from the run without a graph alone.
+Constants are fitted on one model; an error is only counted where no timing of the predicted
+variant went in, so on the other models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .gains import variant_of
+from .results import ResultError
+from .timing import STEPS_A_BLOCK
+from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What one variant of one run showed: counts a step, µs of kernels by trace, and the measured step in µs."""
+
+    launches: float
+    kernels: int
+    compute_us: float
+    step_us: float
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Fitted on one run. µs of host time a launch by variant, µs of device time between kernels in a graph by framework, and µs of a wait shared by a block."""
+
+    launch_us: dict[Variant, float]
+    gap_us: dict[str, float]
+    sync_us: float
+    fitted_on: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``formula`` is sum, overlap or graph; ``error`` is predicted over measured, less 1."""
+
+    model: str
+    variant: Variant
+    formula: str
+    predicted_us: float
+    measured_us: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_us / self.measured_us - 1
+
+    def line(self) -> str:
+        return f"{self.model} {self.variant.label()}, {self.formula}: predicted {self.predicted_us:.0f} µs, measured {self.measured_us:.0f} µs ({self.error:+.1%})"
+
+
+def terms(result: dict[str, Any]) -> dict[Variant, Terms]:
+    """Terms of the variants of a run that were timed, counted and traced."""
+    found = {}
+    for v in result["variants"]:
+        if "step_ms" in v and "other_launches_per_step" in v and "spans" in v.get("timeline", {}):
+            launches = v["other_launches_per_step"] + v["graph_launches_per_step"]
+            found[variant_of(v)] = Terms(launches, v["timeline"]["kernels"], v["timeline"]["busy_us"], v["step_ms"]["p50"] * 1e3)
+    return found
+
+
+def fit(result: dict[str, Any]) -> Constants:
+    """Constants from one run. ResultError if it holds no counted and traced variant, or no ceilings of a GPU."""
+    found = terms(result)
+    if not found or "empty_step_us" not in result["ceilings"]:
+        raise ResultError(f"the run of {name_of(result)} cannot be fitted: it needs counts, traces and ceilings, so a GPU with cupti-python")
+    sync_us = result["ceilings"]["empty_step_us"] / STEPS_A_BLOCK["cuda"]
+    launch_us = {variant: max(0.0, t.step_us - sync_us) / t.launches for variant, t in found.items() if variant.launch not in NEEDS_CUDA}
+    gaps: dict[str, list[float]] = {}
+    for variant, t in found.items():
+        if variant.launch in NEEDS_CUDA:
+            gaps.setdefault(variant.framework, []).append((t.step_us - sync_us - t.compute_us) / t.kernels)
+    return Constants(launch_us, {framework: float(np.median(gap)) for framework, gap in gaps.items()}, sync_us, name_of(result))
+
+
+def predict(result: dict[str, Any], constants: Constants) -> list[Prediction]:
+    """Each counted and traced variant of another run, by every formula that its constants allow."""
+    found, model, made = terms(result), name_of(result), []
+    for variant, t in found.items():
+        gap = constants.gap_us.get(variant.framework)
+        if variant.launch in NEEDS_CUDA:
+            source = found.get(Variant(variant.framework, WITHOUT_GRAPH[variant.framework], variant.kernels))
+            if source is not None and gap is not None:
+                made.append(Prediction(model, variant, "graph", source.compute_us + source.kernels * gap + constants.sync_us, t.step_us))
+        elif variant in constants.launch_us:
+            host = t.launches * constants.launch_us[variant]
+            made.append(Prediction(model, variant, "sum", host + t.compute_us + constants.sync_us, t.step_us))
+            if gap is not None:
+                made.append(Prediction(model, variant, "overlap", max(host, t.compute_us + t.kernels * gap) + constants.sync_us, t.step_us))
+    return made
+
+
+def evaluate(results: Sequence[dict[str, Any]], fit_on: int = 0) -> tuple[Constants, list[Prediction]]:
+    """Fit on one of several runs and predict all others."""
+    constants = fit(results[fit_on])
+    return constants, [p for i, result in enumerate(results) if i != fit_on for p in predict(result, constants)]
+
+
+def median_errors(predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Median of the absolute errors of each formula."""
+    return {formula: float(np.median([abs(p.error) for p in predictions if p.formula == formula])) for formula in dict.fromkeys(p.formula for p in predictions)}
+
+
+def name_of(result: dict[str, Any]) -> str:
+    w = result["workload"]
+    return Path(w["model"]).name.removeprefix("shape:") + ("" if w["batch"] == 1 else f" batch {w['batch']}")
+
+
+def lines(constants: Constants, predictions: Sequence[Prediction]) -> list[str]:
+    """Constants, every prediction, and the median error of each formula."""
+    fitted = [f"fitted on {constants.fitted_on}: wait {constants.sync_us:.2f} µs a step"]
+    fitted += [f"  {variant.label()}: {us:.2f} µs of host time a launch" for variant, us in constants.launch_us.items()]
+    fitted += [f"  {framework}: {us:.2f} µs between kernels in a graph" for framework, us in constants.gap_us.items()]
+    return [*fitted, *(p.line() for p in predictions), *(f"median error, {formula}: {error:.1%}" for formula, error in median_errors(predictions).items())]

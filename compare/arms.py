@@ -43,8 +43,10 @@ class DecoderArm:
 
     def restart(self) -> None:
         self.handle = None  # a state that someone still holds would be copied out of the graphs' memory
-        settings = {} if self.variant.sampling == "greedy" else {"sampling": import_module(f"{self.variant.framework}_decoder").Sampling(**SAMPLED)}
-        self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **settings)
+        self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **self._sampling())
+
+    def _sampling(self) -> dict[str, Any]:
+        return {} if self.variant.sampling == "greedy" else {"sampling": import_module(f"{self.variant.framework}_decoder").Sampling(**SAMPLED)}
 
     def steps(self, count: int) -> None:
         self.handle = self.decoder.decode_steps(self.handle, count)
@@ -80,6 +82,14 @@ class DecoderArm:
         self.restart()
         self.steps(len(self.forced[0]) - 1)
         self.wait()
+
+    def cold_generation_s(self, new_tokens: int) -> float:
+        """Seconds of a generation by a decoder of the same weights that has compiled and captured nothing: all of that, prefill, and every step."""
+        started = time.perf_counter()
+        with self.decoder.with_options(launch=self.variant.launch) as cold:
+            handle = cold.decode_steps(cold.prefill(self.prompts, **self._sampling()), new_tokens)
+            np.asarray(_host(handle.tokens))
+            return time.perf_counter() - started
 
     def compile_s(self) -> float | None:
         seconds = [graph["compile_s"] for graph in self.decoder.launch_report()["graphs"] if "compile_s" in graph]

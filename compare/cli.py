@@ -1,4 +1,4 @@
-"""``python -m compare run|parity|report|timeline|model|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
+"""``python -m compare run|parity|report|timeline|model|claims|diff|plan|program|doctor``. Exit 0 good, 1 a parity check failed or a variant became slower, 2 bad input."""
 
 from __future__ import annotations
 
@@ -14,72 +14,9 @@ from jax_decoder import DecoderError as JaxError
 from torch_decoder import DecoderError as TorchError
 
 from . import results
+from .arguments import DEFAULT_RESULT, parser
 from .timing import MeasurementError
 from .workload import VARIANTS, Variant, Workload
-
-DEMO_MODEL = "models/smollm2-135m-instruct"
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m compare", description="Compare decoders with and without graphs: parity and speed.")
-    commands = p.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="measure every variant that this machine has")
-    run.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME for random weights at a published shape (default: %(default)s)")
-    run.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: %(default)s)")
-    run.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
-    run.add_argument("--new-tokens", type=int, default=64, help="new tokens a row (default: %(default)s)")
-    run.add_argument("--max-seq-len", type=int, default=128, help="cache length in tokens (default: %(default)s)")
-    run.add_argument("--rounds", type=int, default=12, help="timed blocks of steps for each variant: 4 on a CPU, 32 on a GPU (default: %(default)s)")
-    run.add_argument("--repeats", type=int, default=3, help="timed generations for each variant (default: %(default)s)")
-    run.add_argument("--only", nargs="+", metavar="WORD", help="only variants whose label holds one of these words")
-    run.add_argument("--without", nargs="+", metavar="WORD", default=[], help="no variant whose label holds one of these words")
-    run.add_argument("--no-ledger", action="store_true", help="do not count driver calls (on a GPU they are counted after all else)")
-    run.add_argument("--prepare-limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no variant after so many seconds of preparing others of its framework")
-    run.add_argument("--xla-flags", action="store_true", help="give this project's XLA flags to the JAX worker as XLA_FLAGS, not as compiler options alone")
-    run.add_argument(
-        "--xla-flag", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option of your own for every step, or with --xla-flags a flag; repeatable"
-    )
-    run.add_argument("--out", default="compare/results/local/run.json", help="result file (default: %(default)s)")
-    run.add_argument("--report", help="also write the HTML report here")
-    run.add_argument("--json", action="store_true", help="print the result object in place of the table")
-    parity = commands.add_parser("parity", help="climb layer by layer and name what differs first")
-    parity.add_argument("--model", default=DEMO_MODEL, help="model directory (default: %(default)s)")
-    parity.add_argument("--reference", default="transformers", help="transformers, or another model directory (default: %(default)s)")
-    parity.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: %(default)s)")
-    parity.add_argument("--framework", choices=("torch", "jax"), help="one decoder only (default: both)")
-    report = commands.add_parser("report", help="make the HTML report of a result file, without measuring")
-    report.add_argument("result", help="result file of `compare run`")
-    report.add_argument("--out", default="report.html", help="the page to write (default: %(default)s)")
-    timeline = commands.add_parser("timeline", help="idle time of each traced step, and the steps as a trace for Perfetto")
-    timeline.add_argument("result", help="result file of `compare run` from a GPU")
-    timeline.add_argument("--out", default="timeline.json", help="the Chrome trace to write (default: %(default)s)")
-    model = commands.add_parser("model", help="step times predicted from launches and kernel times: fitted on the first run, tested on the others")
-    model.add_argument("results", nargs="+", help="result files of `compare run` from one GPU; the first one is fitted")
-    diff = commands.add_parser("diff", help="which variants became slower beyond the noise, or lost their parity: exit 1")
-    diff.add_argument("before", help="result file of `compare run`")
-    diff.add_argument("after", help="another one of the same workload, from the same machine")
-    diff.add_argument("--tolerance", type=float, default=0.02, help="part of a step time by which two runs of the same code may differ (default: %(default)s)")
-    plan = commands.add_parser("plan", help="memory of weights, cache and state, bucket by bucket, before anything is loaded")
-    plan.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME (default: %(default)s)")
-    plan.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: %(default)s")
-    plan.add_argument("--max-batch", type=int, default=8, help="rows at once (default: %(default)s)")
-    plan.add_argument("--buckets", type=int, nargs="+", help="batch sizes with a graph each (default: powers of two up to --max-batch)")
-    plan.add_argument("--max-seq-len", type=int, default=2048, help="cache length in tokens (default: %(default)s)")
-    plan.add_argument("--memory-gib", type=float, help="what may be used, in GiB (default: no limit)")
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
-    program = commands.add_parser("program", help="the JAX step as compiled for an H200, on a machine without a GPU: command buffers, arrays, copies")
-    program.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME (default: %(default)s)")
-    program.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help="default: %(default)s")
-    program.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
-    program.add_argument("--kind", default="greedy", choices=("greedy", "sampled"), help="default: %(default)s")
-    program.add_argument("--kernels", default="plain", choices=("plain", "fused"), help="default: %(default)s")
-    program.add_argument("--max-seq-len", type=int, default=1024, help="cache length in tokens (default: %(default)s)")
-    program.add_argument("--xla-flag", action="append", default=[], metavar="NAME=VALUE", help="an XLA compiler option of your own; repeatable")
-    program.add_argument("--dump", metavar="DIR", help="keep XLA's texts (HLO, buffers, thunks) in this folder")
-    program.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor = commands.add_parser("doctor", help="what this machine has and which variants can run")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    return p
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -87,10 +24,13 @@ def _run(args: argparse.Namespace) -> int:
     from .run import Plan, compare
     from .table import print_table
 
-    workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len)
+    workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len, args.prompt_tokens)
     model_config(workload.model)  # bad input is found before any worker starts
     variants = chosen(args.only, args.without)
-    result = compare(workload, variants, Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit))
+    plan = Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit)
+    if args.sweep:
+        return _sweep(args, workload, variants, plan)
+    result = compare(workload, variants, plan)
     results.save(result, Path(args.out))
     if args.report:
         from .report import write
@@ -100,9 +40,25 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         print_table(result)
+    return 0 if _good(result) else 1
+
+
+def _sweep(args: argparse.Namespace, workload: Workload, variants: Sequence[Variant], plan: Plan) -> int:
+    from .sweep import lines, run_sweep
+
+    folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).with_name(f"sweep-{args.sweep}")
+    if folder.suffix == ".json":
+        raise results.ResultError(f"--out is {args.out}, expected a folder: a sweep writes a file a point")
+    found = run_sweep(args.sweep, workload, variants, plan, folder)
+    print(json.dumps(found) if args.json else "\n".join([*lines(args.sweep, found), str(folder)]))
+    return 0 if all(map(_good, found)) else 1
+
+
+def _good(result: dict[str, Any]) -> bool:
+    """Every verdict there is says pass, there is one, and no worker crashed."""
     verdicts = [v["parity"]["verdict"] for v in result["variants"] if "parity" in v]
     crashed = [v for v in result["variants"] if "worker ended" in v.get("not_measured", "")]
-    return 0 if verdicts and set(verdicts) == {"pass"} and not crashed else 1
+    return bool(verdicts) and set(verdicts) == {"pass"} and not crashed
 
 
 def chosen(only: Sequence[str] | None, without: Sequence[str]) -> list[Variant]:
@@ -179,6 +135,14 @@ def _model(args: argparse.Namespace) -> int:
     return 0
 
 
+def _claims(args: argparse.Namespace) -> int:
+    from .claims import lines, table
+
+    files = [file for word in map(Path, args.results) for file in (sorted(word.glob("*.json")) if word.is_dir() else [word])]
+    print("\n".join(lines(table([results.load(file) for file in files]))))
+    return 0
+
+
 def _diff(args: argparse.Namespace) -> int:
     from .diff import changes, worse
 
@@ -222,9 +186,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("compare").setLevel(logging.INFO)
     try:
-        return {"run": _run, "parity": _parity, "report": _report, "timeline": _timeline, "model": _model, "diff": _diff, "plan": _plan, "program": _program, "doctor": _doctor}[
-            args.command
-        ](args)
+        return {
+            "run": _run,
+            "parity": _parity,
+            "report": _report,
+            "timeline": _timeline,
+            "model": _model,
+            "claims": _claims,
+            "diff": _diff,
+            "plan": _plan,
+            "program": _program,
+            "doctor": _doctor,
+        }[args.command](args)
     except (JaxError, TorchError, results.ResultError, MeasurementError, OSError) as error:
         print(f"compare: {error}".replace("\n", "; "), file=sys.stderr)
         return 2

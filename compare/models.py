@@ -57,11 +57,17 @@ def open_transformers(model: str | Path, dtype: str, device: str = "cpu") -> Any
 
 def encode_prompts(workload: Workload) -> list[list[int]]:
     """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
+    if workload.prompt_tokens is not None:
+        return [_ruled(workload, row, workload.prompt_tokens) for row in range(workload.batch)]
     tokenizer = _module("torch", "text").Tokenizer(None if shapes.is_shape(workload.model) else directory_of(workload.model))
     if tokenizer.present:
         return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
+    return [_ruled(workload, row, 5 + row % 4) for row in range(workload.batch)]
+
+
+def _ruled(workload: Workload, row: int, length: int) -> list[int]:
     vocab = model_config(workload.model).vocab_size
-    return [[(37 * t + 11 * row + 5) % vocab for t in range(5 + row % 4)] for row in range(workload.batch)]
+    return [(37 * t + 11 * row + 5) % vocab for t in range(length)]
 
 
 def weight_bytes(config: Any, dtype: str) -> int:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 class Plan:
     """How to measure: timed blocks and generations a variant, and whether driver calls are counted.
 
+    ``cold``: lengths of generations timed from a decoder on that has compiled and captured nothing.
     No variant is begun after ``prepare_limit`` seconds of preparing others of its framework.
     ``xla_flags`` become XLA_FLAGS of the JAX worker, ``xla_options`` compiler options of its steps.
     """
@@ -34,6 +35,7 @@ class Plan:
     xla_flags: str = ""
     xla_options: Mapping[str, str] = field(default_factory=dict)
     prepare_limit: float = float("inf")
+    cold: tuple[int, ...] = ()
 
 
 def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Plan | None = None) -> dict[str, Any]:
@@ -70,6 +72,7 @@ def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: 
         "device": "cuda" if cuda[framework] else "cpu",
         "ledger": plan.ledger and cuda[framework],
         "prepare_limit": plan.prepare_limit,
+        "cold": list(plan.cold),
         "xla_flags": plan.xla_flags,
         "xla_options": dict(plan.xla_options),
     }

@@ -109,11 +109,16 @@ def _measure(arms: Sequence[DecoderArm], workload: Workload, job: dict[str, Any]
     line.say("ready", "ready to be timed")
     line.wait("go")
     measured = time_all(arms, verdicts, workload, job["rounds"], job["repeats"], job["device"])
+    measured = [{**result, **_cold(arm, job["cold"])} for arm, result in zip(arms, measured)]
     if not job["ledger"]:
         return measured
     line.say("timed")
     counted = [with_counts(result, ledger) for result, ledger in zip(measured, count_arms(arms))]
     return [{**result, "timeline": timeline} for result, timeline in zip(counted, trace_arms(arms))]
+
+
+def _cold(arm: DecoderArm, lengths: Sequence[int]) -> dict[str, Any]:
+    return {"cold_generation_s": {str(n): arm.cold_generation_s(n) for n in lengths}} if lengths else {}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,20 +17,33 @@ PROMPTS = (
 )
 
 
+FEWEST_TOKENS = 5
+
+
 @dataclass(frozen=True)
 class Workload:
-    """model (directory or ``shape:NAME``), dtype, batch (rows), new tokens a row, cache length in tokens."""
+    """model (directory or ``shape:NAME``), dtype, batch (rows), new tokens a row, cache length in tokens.
+
+    ``prompt_tokens`` is the length of every prompt, of ids made by a rule; None: short texts of different lengths.
+    """
 
     model: str
     dtype: str = "float32"
     batch: int = 1
     new_tokens: int = 64
     max_seq_len: int = 128
+    prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "new_tokens", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.prompt_tokens is not None and not 1 <= self.prompt_tokens <= self.max_seq_len + 1 - self.new_tokens:
+            raise ConfigError(
+                f"prompt_tokens is {self.prompt_tokens}, expected 1 to {self.max_seq_len + 1 - self.new_tokens}: {self.new_tokens} new tokens follow in a cache of {self.max_seq_len}"
+            )
+        if self.new_tokens < FEWEST_TOKENS:
+            raise ConfigError(f"new_tokens is {self.new_tokens}, expected at least {FEWEST_TOKENS}: the first few steps warm up, and others must be left to be timed")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}, expected float32, bfloat16 or float16")
 

@@ -363,6 +363,8 @@ def _failing(jobs, folder, together):
         (["run", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--dtype", "int8"], "int8"),
         (["run", "--batch", "0"], "batch"),
+        (["run", "--new-tokens", "4"], "new_tokens"),
+        (["run", "--prompt-tokens", "500"], "prompt_tokens"),
         (["parity", "--model", "/no/such/model"], "/no/such/model"),
         (["run", "--only", "nothing"], "nothing: no variant's label holds that"),
         (["run", "--only", "torch", "--without", "torch"], "--without torch leaves no variant"),

@@ -1,0 +1,112 @@
+"""Sweeps: which points there are, going on where a killed one stopped, and what is read from them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from compare import sweep
+from compare.arguments import SWEEPS
+from compare.cli import main
+from compare.models import encode_prompts
+from compare.results import ResultError
+from compare.run import Plan
+from compare.workload import Variant, Workload
+from jax_decoder import ConfigError
+from tests.results import entry, run
+
+EAGER, JIT = Variant("torch", "eager"), Variant("jax", "jit")
+SHAPE = Workload("shape:qwen3-0.6b", "bfloat16", 1, 32, 64)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Stands in for the comparison: notes what it was asked."""
+    calls = []
+
+    def fake(workload, variants, plan):
+        calls.append(workload)
+        made = run(entry("torch eager plain", float(workload.batch)), entry("jax jit plain", 1.0))
+        return {**made, "workload": json.loads(json.dumps(workload.__dict__))}
+
+    monkeypatch.setattr(sweep, "compare", fake)
+    return calls
+
+
+def test_the_command_line_names_every_sweep():
+    assert set(SWEEPS) == set(sweep.SWEEPS)
+
+
+def test_a_killed_sweep_goes_on_where_it_stopped(asked, tmp_path, monkeypatch):
+    complete = sweep.compare
+
+    def killed(workload, variants, plan):
+        if workload.batch == 8:
+            raise KeyboardInterrupt
+        return complete(workload, variants, plan)
+
+    monkeypatch.setattr(sweep, "compare", killed)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path)
+    assert [w.batch for w in asked] == [1, 2, 4]
+    monkeypatch.setattr(sweep, "compare", complete)
+    found = sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path)
+    assert [w.batch for w in asked] == [1, 2, 4, 8, 16, 32, 64] == [r["workload"]["batch"] for r in found]
+
+
+def test_a_damaged_point_and_one_of_another_question_are_measured_again(asked, tmp_path, caplog):
+    sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path)
+    (tmp_path / "batch-4.json").write_text((tmp_path / "batch-4.json").read_text()[:100])
+    asked.clear()
+    sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path)
+    assert [w.batch for w in asked] == [4] and "measuring it again" in caplog.text
+    asked.clear()
+    sweep.run_sweep("batch", SHAPE, [EAGER], Plan(), tmp_path)
+    assert len(asked) == 7
+
+
+def test_points_ask_for_prompts_that_fill_the_cache():
+    points = sweep.SWEEPS["context"].points(SHAPE, Plan())
+    assert [w.max_seq_len for _, w, _ in points] == list(sweep.CONTEXTS)
+    assert all(w.prompt_tokens + w.new_tokens == w.max_seq_len for _, w, _ in points)
+    assert len(encode_prompts(points[1][1])[0]) == 480
+
+
+def test_layers_need_a_shape_to_change(strong):
+    with pytest.raises(ResultError, match="shape:NAME"):
+        sweep.SWEEPS["layers"].points(Workload(str(strong("llama"))), Plan())
+    assert sweep.SWEEPS["layers"].points(SHAPE, Plan())[0][1].model == "shape:qwen3-0.6b,num_hidden_layers=2"
+
+
+@pytest.mark.parametrize("tokens", [0, 34])
+def test_a_prompt_that_leaves_no_room_is_an_error(tokens):
+    with pytest.raises(ConfigError, match="prompt_tokens"):
+        Workload("m", new_tokens=32, max_seq_len=64, prompt_tokens=tokens)
+
+
+def test_series_keep_verdicts_and_name_where_a_graph_begins_to_pay():
+    eager, graph = entry("torch eager plain", 2.0), entry("torch cuda_graph plain", 1.0, "fail")
+    eager["cold_generation_s"], graph["cold_generation_s"] = {"16": 0.1, "64": 0.4, "256": 1.6}, {"16": 0.5, "64": 0.45, "256": 0.9}
+    found = [{**run(eager, graph), "sweep": {"name": "new-tokens", "value": "all"}}]
+    assert sweep.series(found)[EAGER] == [("16", 0.1, "pass"), ("64", 0.4, "pass"), ("256", 1.6, "pass")]
+    shown = "\n".join(sweep.lines("new-tokens", found))
+    assert "torch cuda_graph plain, capture included: quicker from 256 new tokens on than torch eager plain" in shown and shown.count("parity fails") == 3
+
+
+def test_cold_generations_are_measured_and_printed(strong, tmp_path, monkeypatch, capsys):
+    """A real run: everything is compiled anew for each length, so a cold run is never quicker than its steps alone."""
+    monkeypatch.setattr(sweep, "NEW_TOKENS", (2, 12))
+    words = ["run", "--model", str(strong("qwen2")), "--sweep", "new-tokens", "--new-tokens", "8", "--max-seq-len", "24", "--rounds", "1", "--repeats", "1"]
+    assert main([*words, "--only", "eager", "jit", "--without", "compiled", "fused", "--out", str(tmp_path / "cold")]) == 0
+    (result,) = [json.loads(file.read_text()) for file in (tmp_path / "cold").iterdir()]
+    by_label = {f"{v['framework']} {v['launch']}": v for v in result["variants"] if "cold_generation_s" in v}
+    assert set(by_label) == {"torch eager", "jax jit"}
+    for v in by_label.values():
+        assert list(v["cold_generation_s"]) == ["2", "12"] and v["cold_generation_s"]["12"] > 12 * v["step_ms"]["p10"] / 1e3
+    assert "s a cold generation" in capsys.readouterr().out
+
+
+def test_a_sweep_writes_into_a_folder(strong, tmp_path, capsys):
+    assert main(["run", "--model", str(strong("qwen2")), "--sweep", "batch", "--out", str(tmp_path / "x.json")]) == 2
+    assert "expected a folder" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from compare import results, timing
 from compare.arms import DecoderArm, open_arms
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
+from compare.gains import gains
 from compare.line import Line
 from compare.models import encode_prompts
 from compare.parity import Reference, differing_bits
@@ -310,7 +311,7 @@ def test_the_page_stands_alone_and_shows_every_variant(result):
     page = render(result)
     assert not re.search(r'(?:src|href)="(?!data:|#)', page) and "@import" not in page
     assert page.count('<svg role="img" aria-label="') == 2
-    assert page.count("<tr>") == len(result["variants"]) + 1
+    assert page.count("<tr><td>") == len(result["variants"]) + len(gains(result))
 
 
 def test_text_from_files_is_escaped(result):
@@ -418,7 +419,7 @@ def test_an_xla_flag_that_is_unknown_or_no_pair_is_an_error(word, capsys):
 def test_xla_flags_come_as_options_or_as_the_environment():
     assert xla_settings(["xla_gpu_autotune_level=0"], False) == ("", {"xla_gpu_autotune_level": "0"})
     flags, options = xla_settings(["--xla_gpu_graph_min_graph_size=9"], True)
-    assert options == {} and "--xla_gpu_graph_min_graph_size=9" in flags and flags.endswith("=+WHILE")
+    assert options == {} and "--xla_gpu_graph_min_graph_size=9" in flags and "=+WHILE " in flags and flags.endswith("separate_color=true")
 
 
 def test_flags_reach_the_worker_and_the_result(workload):

@@ -115,20 +115,28 @@ def test_a_fault_in_one_weight_fails_at_its_stage(fault, stage, dtype, which, st
 
 def hide(package: str, monkeypatch, hidden) -> None:
     """Make attention blind to the slots for which ``hidden(slots, query positions)`` is true."""
-    module = __import__(f"{package}.model", fromlist=["Model"])
-    original = module.Model._masks
+    if package == "torch_decoder":
+        import torch_decoder.kernels.plain as module
 
-    def masks(self, positions, slots, *rest):
-        out = original(self, positions, slots, *rest)
-        if package == "torch_decoder":
-            blind = hidden(torch.arange(slots), positions[:, None, :, None])
-            return {w: mask.masked_fill(blind, float("-inf")) for w, mask in out.items()}
-        import jax.numpy as jnp
+        sees = module.seen
 
+        def seen(positions, cache, windows):
+            blind = hidden(torch.arange(cache.shape[3]), positions[:, None, :, None])
+            return {w: s._replace(mask=s.mask.masked_fill(blind, float("-inf"))) for w, s in sees(positions, cache, windows).items()}
+
+        monkeypatch.setattr(module, "seen", seen)
+        return
+    import jax.numpy as jnp
+
+    from jax_decoder.model import Model
+
+    original = Model._masks
+
+    def masks(self, positions, slots):
         blind = hidden(jnp.arange(slots), positions[..., None])
-        return {w: mask & ~blind for w, mask in out.items()}
+        return {w: mask & ~blind for w, mask in original(self, positions, slots).items()}
 
-    monkeypatch.setattr(module.Model, "_masks", masks)
+    monkeypatch.setattr(Model, "_masks", masks)
 
 
 @pytest.mark.parametrize("which", DECODERS)
@@ -154,15 +162,18 @@ def test_queries_one_position_late_fail(dtype, which, strong, monkeypatch):
     module = __import__(f"{which}_decoder.kernels.plain", fromlist=["apply_rope"])
     original, calls = module.apply_rope, []
 
-    def late(x, rope):
-        calls.append(1)
-        # torch rotates queries and keys in one call, the queries first; jax keys, then queries
-        if which == "jax" and len(calls) % 2:
-            return original(x, rope)
-        shifted = torch.roll(rope, -1, 1) if which == "torch" else __import__("jax").numpy.roll(rope, -1, 1)
-        turned = original(x, shifted)
-        return torch.cat([turned[:, :, :4], original(x, rope)[:, :, 4:]], 2) if which == "torch" else turned
+    def late_torch(x, rope, out):
+        """Queries and keys come in one call, the queries first."""
+        keys = x[:, :, 4:].clone()
+        original(x[:, :, :4], torch.roll(rope, -1, 1), out=out[:, :, :4])
+        original(keys, rope, out=out[:, :, 4:])
 
+    def late_jax(x, rope):
+        """Keys come first, queries in the next call."""
+        calls.append(1)
+        return original(x, rope if len(calls) % 2 else __import__("jax").numpy.roll(rope, -1, 1))
+
+    late = {"torch": late_torch, "jax": late_jax}[which]
     monkeypatch.setattr(module, "apply_rope", late)
     assert not all(r.passed for r in climb(strong("llama"), which, dtype))
 

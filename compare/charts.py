@@ -92,9 +92,11 @@ def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
         zero = min(span.start for span in trace.spans)
         for lane, colour, place in (("host", LAUNCH, 3.3 - 2.2 * row), ("device", COMPUTE, 2.5 - 2.2 * row)):
             bars = [((span.start - zero) / 1e3, (span.end - span.start) / 1e3) for span in trace.lane(lane)]
-            axes.broken_barh(bars, (place - 0.3, 0.6), facecolors=colour)
+            axes.broken_barh(bars, (place - 0.3, 0.6), facecolors=colour, linewidth=0, antialiased=False)
             places.append(place)
             names.append(f"{launch}: {'host calls' if lane == 'host' else 'device'}")
+        axes.annotate(f"device idle {trace.idle_share:.0%} of {trace.span_us:.0f} µs", (trace.span_us, places[-1] - 0.34), ha="right", va="top", color=_INK, fontsize=9)
+    axes.set_ylim(-0.6, 3.7)
     axes.set_yticks(places, names)
     axes.set_xlabel("µs since the step's first call; traced, so longer than measured")
     shares = ", ".join(f"{launch} {trace.idle_share:.0%} idle over {trace.span_us:.0f} µs" for launch, trace in pairs)

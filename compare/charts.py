@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -13,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from .trace import StepTrace
-from .workload import WITHOUT_GRAPH
+from .workload import WITHOUT_GRAPH, Variant
 
 # Okabe-Ito.
 COLOURS = {"transformers": "#999999", "torch": "#D55E00", "jax": "#0072B2"}
@@ -82,7 +83,7 @@ def step_chart(result: dict[str, Any]) -> str:
 
 def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
     """One step without a graph above the same step in one, on one axis: calls, work, and blank where nothing runs. None without traces."""
-    kept = {(v["launch"], v["kernels"]): StepTrace.from_dict(v["timeline"]) for v in measured(result) if v["framework"] == framework and "spans" in v.get("timeline", {})}
+    kept = {(v["launch"], v["kernels"]): StepTrace.from_dict(v["timeline"]) for v in measured(result) if v["framework"] == framework and v.get("timeline", {}).get("spans")}
     pairs = [(launch, kept.get((launch, "plain"))) for launch in (WITHOUT_GRAPH[framework], GRAPH[framework])]
     if any(trace is None for _, trace in pairs):
         return None
@@ -101,3 +102,20 @@ def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
     axes.set_xlabel("µs since the step's first call; traced, so longer than measured")
     shares = ", ".join(f"{launch} {trace.idle_share:.0%} idle over {trace.span_us:.0f} µs" for launch, trace in pairs)
     return _svg(figure, f"Timeline of one {framework} step: {shares}")
+
+
+def sweep_chart(axis: str, lines: Mapping[Variant, Sequence[tuple[str, float, str]]]) -> str:
+    """A line a variant over the points of a sweep; points that fail their parity check are left out."""
+    figure, axes = _axes(3.4)
+    places = list(dict.fromkeys(x for points in lines.values() for x, _, _ in points))
+    styles = ("-", "--", ":", "-.")
+    for number, (variant, points) in enumerate(lines.items()):
+        kept = [(places.index(x), y) for x, y, verdict in points if verdict == "pass"]
+        if kept:
+            axes.plot(*zip(*kept), styles[number % 4], marker="o", markersize=4, color=COLOURS[variant.framework], label=variant.label())
+    axes.set_xticks(range(len(places)), places)
+    axes.set_yscale("log")
+    axes.set_xlabel(axis)
+    axes.set_ylabel("ms a step" if axis != "new tokens" else "s a cold generation", color=_INK)
+    axes.legend(fontsize=8, frameon=False, labelcolor=_INK)
+    return _svg(figure, f"By {axis}: " + "; ".join(f"{variant.label()} " + ", ".join(f"{x} {y:.3g}" for x, y, _ in points) for variant, points in lines.items()))

@@ -18,6 +18,8 @@ from .arguments import DEFAULT_RESULT, parser
 from .timing import MeasurementError
 from .workload import VARIANTS, Variant, Workload
 
+COMMITTED = Path(__file__).parent / "results" / "h200"
+
 
 def _run(args: argparse.Namespace) -> int:
     from .models import model_config
@@ -35,7 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.report:
         from .report import write
 
-        write(result, Path(args.report))
+        write(_with_committed([result]), Path(args.report))
     if args.json:
         print(json.dumps(result))
     else:
@@ -114,7 +116,7 @@ def _parity(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from .report import write
 
-    write(results.load(args.result), Path(args.out))
+    write(_with_committed(_loaded(args.results)), Path(args.out))
     print(args.out)
     return 0
 
@@ -138,9 +140,23 @@ def _model(args: argparse.Namespace) -> int:
 def _claims(args: argparse.Namespace) -> int:
     from .claims import lines, table
 
-    files = [file for word in map(Path, args.results) for file in (sorted(word.glob("*.json")) if word.is_dir() else [word])]
-    print("\n".join(lines(table([results.load(file) for file in files]))))
+    print("\n".join(lines(table(_loaded(args.results)))))
     return 0
+
+
+def _with_committed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs of machines without a GPU with the committed ones of an H200 behind them: what such a machine cannot show."""
+    if any(result["environment"]["gpu"] for result in found):
+        return found
+    return found + [results.load(file) for file in sorted(COMMITTED.glob("*.json"))]
+
+
+def _loaded(words: Sequence[str]) -> list[dict[str, Any]]:
+    """The results of files and of folders of files, in order. ResultError if there is none."""
+    files = [file for word in map(Path, words) for file in (sorted(word.glob("*.json")) if word.is_dir() else [word])]
+    if not files:
+        raise results.ResultError(f"{', '.join(words)}: no result files, expected those of `compare run`: name them, or a folder that holds them")
+    return [results.load(file) for file in files]
 
 
 def _diff(args: argparse.Namespace) -> int:

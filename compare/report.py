@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from .charts import label, measured, speed_chart, step_chart, timeline_chart
-from .gains import gains
+from . import claims
+from .charts import label, measured, speed_chart, step_chart, sweep_chart, timeline_chart
+from .gains import gains, variant_of
+from .launch_model import name_of
+from .sweep import SWEEPS, series
 from .table import disturbances, peer_tokens_per_s
 
 
@@ -35,18 +39,49 @@ def headline(result: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def render(result: dict[str, Any]) -> str:
-    """The page as text; everything that comes from files or models is escaped."""
+def side_by_side(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a table with a column a run: its step p50 where a variant passes, and what it says otherwise."""
+    entries = [{variant_of(v): v for v in result["variants"]} for result in found]
+    rows = [[variant.label(), *(_cell(run.get(variant)) for run in entries)] for variant in dict.fromkeys(v for run in entries for v in run)]
+    return [f"{name_of(result)}, {_machine(result)}, {result['created'][:10]}: ms" for result in found], rows
+
+
+def _cell(v: dict[str, Any] | None) -> str:
+    if v is None or "step_ms" not in v:
+        return "–"
+    return f"{v['step_ms']['p50']:.3f}" if v["parity"]["verdict"] == "pass" else "parity fails"
+
+
+def _machine(result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    return environment["gpu"]["name"] if environment["gpu"] else environment["cpu"]
+
+
+def render(found: Sequence[dict[str, Any]]) -> str:
+    """The page as text: the first result at length, all of them side by side, sweeps, claims. What comes from files or models is escaped."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    result, *others = found
     charts = {"Speed": speed_chart(result), "Step time": step_chart(result)} if measured(result) else {}
     timelines = {f"One step of {framework} on the clock": timeline_chart(result, framework) for framework in ("torch", "jax")}
     charts |= {title: chart for title, chart in timelines.items() if chart is not None}
-    peer = peer_tokens_per_s(result)
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        if "sweep" in one:
+            sweeps.setdefault(one["sweep"]["name"], []).append(one)
+    charts |= {f"Sweep: {SWEEPS[name].axis}": sweep_chart(SWEEPS[name].axis, series(points)) for name, points in sweeps.items() if name in SWEEPS}
     return environment.get_template("report.html").render(
-        result=result, headline=headline(result), charts=charts, peer=peer, label=label, gains=gains(result), raw=json.dumps(result["environment"], indent=1)
+        result=result,
+        headline=headline(result),
+        charts=charts,
+        peer=peer_tokens_per_s(result),
+        label=label,
+        gains=gains(result),
+        beside=side_by_side(found) if [one for one in others if "sweep" not in one] else None,
+        claims=claims.table(found),
+        raw=json.dumps(result["environment"], indent=1),
     )
 
 
-def write(result: dict[str, Any], path: Path) -> None:
+def write(found: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(result))
+    path.write_text(render(found))

@@ -14,7 +14,7 @@ LANES = {"host": 1, "device": 2}
 
 def traces(result: dict[str, Any]) -> dict[str, StepTrace]:
     """Each variant's traced step by label. ResultError if there is none."""
-    found = {label(v): StepTrace.from_dict(v["timeline"]) for v in measured(result) if "spans" in v.get("timeline", {})}
+    found = {label(v): StepTrace.from_dict(v["timeline"]) for v in measured(result) if v.get("timeline", {}).get("spans")}
     if not found:
         reasons = sorted({v["timeline"]["not_measured"] for v in measured(result) if "not_measured" in v.get("timeline", {})})
         raise ResultError(

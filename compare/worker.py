@@ -70,6 +70,7 @@ def result_of(arm: DecoderArm, verdict: Verdict, clocks: dict[str, Any], seconds
         **arm.variant.as_dict(),
         "batch": rows,
         "bucket": rows,
+        "num_layers": arm.decoder.config.num_layers,
         "parity": verdict.as_dict(),
         **clocks,
         "tokens_per_s": rows * tokens / seconds,

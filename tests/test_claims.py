@@ -6,6 +6,7 @@ import pytest
 
 from compare.claims import CLAIMS, FAILS, HOLDS, UNKNOWN, lines, table
 from compare.cli import main
+from compare.report import render
 from compare.results import ResultError, save
 from tests.results import entry, run
 
@@ -13,7 +14,7 @@ from tests.results import entry, run
 def measured(model: str = "shape:qwen3-0.6b", graph: str = "pass", **changes) -> dict:
     """A run in which the article is right, but for what ``changes`` says of the graph's entry."""
     eager, captured = entry("torch eager plain", 3.0), entry("torch cuda_graph plain", 1.0, graph)
-    eager |= {"other_launches_per_step": 280.0, "graph_launches_per_step": 0.0, "host_dispatch_us": 2800.0, "cpu_ms_per_step": 3.0}
+    eager |= {"other_launches_per_step": 280.0, "graph_launches_per_step": 0.0, "host_dispatch_us": 2800.0, "cpu_ms_per_step": 3.0, "num_layers": 28}
     eager["timeline"] = {"idle_share": 0.65, "kernels": 280, "busy_us": 900.0, "spans": []}
     captured |= {"other_launches_per_step": 0.0, "graph_launches_per_step": 1.0, "cpu_ms_per_step": 1.0, "capture_s": 0.1}
     captured["timeline"] = {"idle_share": 0.02, "kernels": 280, "busy_us": 900.0, "spans": []}
@@ -66,3 +67,33 @@ def test_the_command_reads_files_and_folders(tmp_path, capsys):
         assert "a graph launch costs nanoseconds: does not hold\n    measured: 3.3 µs" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert main(["claims", str(tmp_path / "empty")]) == 2
+
+
+def test_runs_stand_side_by_side_and_sweeps_are_drawn(tmp_path):
+    """A run at length, a second one beside it, and the points of a sweep from a folder."""
+    save(measured(), tmp_path / "a.json")
+    save(measured("shape:llama-3.2-1b", graph="fail"), tmp_path / "b.json")
+    for batch in (1, 2):
+        save({**measured(), "sweep": {"name": "batch", "value": str(batch)}}, tmp_path / "sweep" / f"batch-{batch}.json")
+    assert main(["report", *(str(tmp_path / name) for name in ("a.json", "b.json", "sweep")), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "llama-3.2-1b, A, 20" in page and '<td class="fail">parity fails</td>' in page
+    assert "By rows: torch eager plain 1 2.99, 2 2.99; torch cuda_graph plain" in page
+
+
+def test_one_run_alone_has_nothing_beside_it():
+    assert "side by side" not in render([measured()])
+
+
+def test_beside_a_run_without_a_gpu_stand_the_committed_ones(tmp_path):
+    """They say which machine they are of, and the claims have something to go by."""
+    here = run(entry("torch eager plain", 3.0))
+    here["environment"]["gpu"] = None
+    save(here, tmp_path / "here.json")
+    save(measured(), tmp_path / "there.json")
+    pages = {}
+    for name in ("here", "there"):
+        assert main(["report", str(tmp_path / f"{name}.json"), "--out", str(tmp_path / "page.html")]) == 0
+        pages[name] = (tmp_path / "page.html").read_text()
+    assert "m, C, 20" in pages["here"] and "llama-3.1-8b, NVIDIA H200, 20" in pages["here"]
+    assert "NVIDIA H200" not in pages["there"]

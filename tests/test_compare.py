@@ -18,6 +18,7 @@ import pytest
 
 from compare import results, timing
 from compare.arms import DecoderArm, open_arms
+from compare.claims import CLAIMS
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
 from compare.gains import gains
@@ -308,17 +309,17 @@ def test_damaged_files_are_named(damage, result, tmp_path, capsys):
 
 
 def test_the_page_stands_alone_and_shows_every_variant(result):
-    page = render(result)
+    page = render([result])
     assert not re.search(r'(?:src|href)="(?!data:|#)', page) and "@import" not in page
     assert page.count('<svg role="img" aria-label="') == 2
-    assert page.count("<tr><td>") == len(result["variants"]) + len(gains(result))
+    assert page.count("<tr><td>") == len(result["variants"]) + len(gains(result)) and page.count('<tr><td class="long">') == len(CLAIMS)
 
 
 def test_text_from_files_is_escaped(result):
     hostile = copy.deepcopy(result)
     hostile["workload"]["model"] = "<script>alert(1)</script>"
     hostile["variants"][0]["parity"]["reason"] = '"><img src=x onerror=alert(2)>'
-    page = render(hostile)
+    page = render([hostile])
     assert "<script>alert(1)" not in page and "<img" not in page
 
 
@@ -335,7 +336,7 @@ def test_the_headline_names_a_failed_variant(result):
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 def test_the_page_opens_in_a_browser_without_a_complaint(result, tmp_path):
     page = tmp_path / "page.html"
-    page.write_text(render(result))
+    page.write_text(render([result]))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -149,13 +149,13 @@ def traced_run() -> dict:
 
 
 def test_the_page_draws_the_step_without_and_in_a_graph():
-    page = render(traced_run())
+    page = render([traced_run()])
     assert "Timeline of one torch step: eager 77% idle over 3 µs, cuda_graph 40% idle over 1 µs" in page
     assert "One step of jax" not in page
 
 
 def test_a_page_without_traces_draws_none():
-    assert "Timeline" not in render(run(entry("torch eager plain", 2.0)))
+    assert "Timeline" not in render([run(entry("torch eager plain", 2.0))])
 
 
 def test_a_timeline_opens_in_perfetto(tmp_path, capsys):

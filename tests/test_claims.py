@@ -78,7 +78,7 @@ def test_runs_stand_side_by_side_and_sweeps_are_drawn(tmp_path):
     assert main(["report", *(str(tmp_path / name) for name in ("a.json", "b.json", "sweep")), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert "llama-3.2-1b, A, 20" in page and '<td class="fail">parity fails</td>' in page
-    assert "By rows: torch eager plain 1 2.99, 2 2.99; torch cuda_graph plain" in page
+    assert "By rows: torch eager plain 1 3, 2 3; torch cuda_graph plain" in page
 
 
 def test_one_run_alone_has_nothing_beside_it():

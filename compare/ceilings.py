@@ -15,17 +15,20 @@ from typing import Any
 import numpy as np
 
 NODES = (1, 10, 100, 1000)  # of the graphs whose launch is timed
-_REPEATS = 10
+_REPEATS, _LIMIT_S = 10, 120
 
 
 def ceilings(cuda: bool) -> dict[str, Any]:
     """``copy_gb_per_s`` of the host's memory and, with a GPU, what ``device_ceilings`` gives; an ``error`` in its place if that failed."""
     found: dict[str, Any] = {"copy_gb_per_s": host_copy_bandwidth()}
-    if cuda:
-        done = subprocess.run([sys.executable, "-m", "compare.ceilings"], capture_output=True, text=True)
-        lines = done.stderr.strip().splitlines()
-        found |= json.loads(done.stdout) if done.returncode == 0 else {"error": lines[-1] if lines else f"ended with code {done.returncode}"}
-    return found
+    if not cuda:
+        return found
+    try:
+        done = subprocess.run([sys.executable, "-m", "compare.ceilings"], capture_output=True, text=True, timeout=_LIMIT_S)
+        lines = [line for line in (done.stdout if done.returncode == 0 else done.stderr).splitlines() if line.strip()]
+        return found | (json.loads(lines[-1]) if done.returncode == 0 else {"error": lines[-1] if lines else f"ended with code {done.returncode}"})
+    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:  # what else was measured must not be lost with these
+        return found | {"error": f"{type(error).__name__}: {error}"}
 
 
 def host_copy_bandwidth(megabytes: int = 256) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .charts import GRAPH
 from .gains import variant_of
-from .launch_model import evaluate, median_errors, name_of, terms
+from .launch_model import evaluate, median_errors, name_of, quickest, terms
 from .results import ResultError
 from .sweep import break_even
 from .workload import WITHOUT_GRAPH, Variant
@@ -62,7 +62,7 @@ def _measure(found: Results, figure: Callable[[dict[str, Any], dict[str, Any]], 
 def _launches(found: Results) -> Finding:
     seen, good = [], []
     for name, before, after in _pairs(found):
-        if "other_launches_per_step" in before:
+        if "other_launches_per_step" in before and "other_launches_per_step" in after:
             many, one, rest = before["other_launches_per_step"], after["graph_launches_per_step"], after["other_launches_per_step"]
             seen.append(f"{name}: {many:.0f} launches become {one + rest:.2g}")
             good.append(many >= 100 and one + rest <= 1)
@@ -87,10 +87,11 @@ def _graph_launch(found: Results) -> Finding:
 
 def _formula(found: Results) -> Finding:
     """The article's sum against the overlapped form, on models that were not fitted."""
-    usable = [r for r in found if terms(r) and "empty_step_us" in r["ceilings"]]
-    if len(usable) < 2:
+    usable = [r for r in found if terms(r) and "empty_step_us" in r["ceilings"] and "sweep" not in r]
+    gpus = {r["environment"]["gpu"]["name"] for r in usable}
+    if len({name_of(r) for r in usable}) < 2 or len(gpus) > 1:
         return [], UNKNOWN
-    errors = median_errors(evaluate(usable)[1])
+    errors = median_errors(evaluate(usable, quickest(usable))[1])
     if "sum" not in errors:
         return [], UNKNOWN
     return _judge([f"median error of the sum {errors['sum']:.0%}, of the overlapped form {errors.get('overlap', float('nan')):.0%}"], [errors["sum"] <= 0.1])
@@ -112,9 +113,8 @@ def _captures(found: Results) -> Finding:
 
 
 def _lengths(found: Results) -> Finding:
-    lines = break_even(found)
-    starts = [int(line.split("quicker from ")[1].split()[0]) if "quicker from" in line else None for line in lines]
-    return _judge(lines, [start is not None and start > 256 for start in starts])
+    said = break_even(found)
+    return _judge([sentence for sentence, _ in said], [start is None or start >= 256 for _, start in said])
 
 
 CLAIMS = (

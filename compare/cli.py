@@ -27,7 +27,8 @@ def _run(args: argparse.Namespace) -> int:
     from .table import print_table
 
     workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len, args.prompt_tokens)
-    model_config(workload.model)  # bad input is found before any worker starts
+    if args.sweep != "models":
+        model_config(workload.model)  # bad input is found before any worker starts
     variants = chosen(args.only, args.without)
     plan = Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit)
     if args.sweep:
@@ -48,7 +49,8 @@ def _run(args: argparse.Namespace) -> int:
 def _sweep(args: argparse.Namespace, workload: Workload, variants: Sequence[Variant], plan: Plan) -> int:
     from .sweep import lines, run_sweep
 
-    folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).with_name(f"sweep-{args.sweep}")
+    asked = "" if args.sweep == "models" else f"-{Path(args.model).name}"
+    folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).with_name(f"sweep-{args.sweep}{asked}-{args.dtype}")
     if folder.suffix == ".json":
         raise results.ResultError(f"--out is {args.out}, expected a folder: a sweep writes a file a point")
     found = run_sweep(args.sweep, workload, variants, plan, folder)
@@ -133,7 +135,7 @@ def _timeline(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> int:
     from .launch_model import evaluate, lines
 
-    print("\n".join(lines(*evaluate([results.load(file) for file in args.results]))))
+    print("\n".join(lines(*evaluate(_loaded(args.results)))))
     return 0
 
 
@@ -160,11 +162,13 @@ def _loaded(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from .diff import changes, worse
+    from .diff import changes, stopped, worse
 
-    found, alone = changes(results.load(args.before), results.load(args.after), args.tolerance)
-    print("\n".join([*(change.line() for change in found), *alone]))
-    return 1 if worse(found) else 0
+    before, after = results.load(args.before), results.load(args.after)
+    found, alone = changes(before, after, args.tolerance)
+    broken = stopped(before, after)
+    print("\n".join([*(change.line() for change in found), *broken, *alone]))
+    return 1 if worse(found) or broken else 0
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -30,11 +30,15 @@ class Conditions:
         if self._device is None:
             return
         nvml, handle = self._device
-        with suppress(nvml.NVMLError):  # a figure that this GPU does not give
+        # Each apart: a GPU that does not give one figure may give the others.
+        with suppress(nvml.NVMLError):
             self._clocks.append(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        with suppress(nvml.NVMLError):
             self._temperatures.append(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        with suppress(nvml.NVMLError):
             bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
             self._reasons |= {reason for bit, reason in THROTTLING.items() if bits & bit}
+        with suppress(nvml.NVMLError):
             self._strangers |= {p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)} - _relatives()
 
     def summary(self) -> dict[str, Any]:

@@ -36,8 +36,16 @@ def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float = TO
     """
     _check_same(before, after)
     old, new = ({variant_of(v): v for v in run["variants"] if "step_ms" in v} for run in (before, after))
+    if not set(old) & set(new):
+        raise ResultError("no variant was measured in both runs, so nothing can be compared")
     alone = [f"{variant.label()}: measured in the {name} run alone" for name, one, other in (("first", old, new), ("second", new, old)) for variant in one if variant not in other]
     return [_change(variant, old[variant], new[variant], tolerance) for variant in old if variant in new], alone
+
+
+def stopped(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Variants that the first run measured and the second one tried in vain, with its reason."""
+    old = {variant_of(v) for v in before["variants"] if "step_ms" in v}
+    return [f"broken  {variant_of(v).label()}: {v['not_measured']}" for v in after["variants"] if "not_measured" in v and variant_of(v) in old]
 
 
 def worse(found: Sequence[Change]) -> list[Change]:
@@ -45,9 +53,10 @@ def worse(found: Sequence[Change]) -> list[Change]:
 
 
 def _check_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    for name, value in before["workload"].items():
-        if after["workload"].get(name) != value:
-            raise ResultError(f"the runs differ in {name}: {value} and {after['workload'].get(name)}; compare runs of one workload")
+    first, second = before["workload"], after["workload"]
+    for name in {**first, **second}:
+        if first.get(name) != second.get(name):
+            raise ResultError(f"the runs differ in {name}: {first.get(name)} and {second.get(name)}; compare runs of one workload")
     first, second = (_machine(run) for run in (before, after))
     if first != second:
         raise ResultError(f"the runs are of different machines: {first} and {second}; a ratio of their times says nothing about the code")

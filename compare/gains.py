@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .statistics import Interval, ratio_interval
-from .workload import WITHOUT_GRAPH, Variant
+from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant
 
 # Launch modes and kernels from the slowest to the quickest way; neighbours that were measured are compared.
-LAUNCHES = {"torch": ("eager", "cuda_graph", "device_loop"), "jax": ("op_by_op", "jit", "command_buffer", "device_loop")}
+LAUNCHES = {"torch": ("eager", "cuda_graph", "device_loop"), "jax": ("jit", "command_buffer", "device_loop")}
 KERNELS = ("plain", "compiled", "fused")
 
 
@@ -30,7 +30,10 @@ class Gain:
 
 
 def gains(result: dict[str, Any]) -> list[Gain]:
-    """Every pair of measured variants that differ in launch alone or in kernels alone, neighbours only."""
+    """Every pair of measured variants that differ in launch alone or in kernels alone, neighbours only.
+
+    Kernels are compared inside of graphs: without one, fewer kernels are fewer launches as well.
+    """
     timed = {variant_of(v): v for v in result["variants"] if "step_ms" in v and v["framework"] in WITHOUT_GRAPH}
     pairs = [("launch", pair) for pair in _pairs(timed, "launch")] + [("fusion", pair) for pair in _pairs(timed, "kernels")]
     return [_gain(cause, *pair, timed) for cause, pair in pairs]
@@ -43,6 +46,8 @@ def variant_of(entry: dict[str, Any]) -> Variant:
 
 def _pairs(timed: dict[Variant, Any], field: str) -> Iterator[tuple[Variant, Variant]]:
     for variant in timed:
+        if variant.launch not in (LAUNCHES[variant.framework] if field == "launch" else NEEDS_CUDA):
+            continue
         order = LAUNCHES[variant.framework] if field == "launch" else KERNELS
         later = (replace(variant, **{field: value}) for value in order[order.index(getattr(variant, field)) + 1 :])
         following = next((other for other in later if other in timed), None)

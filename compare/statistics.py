@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 RESAMPLES, CONFIDENCE = 2000, 0.95
+FEWEST = 6  # samples: an interval of fewer holds the median less often than it says
 
 
 class Interval(NamedTuple):
-    """A figure and the bounds of its 95 % interval, in the figure's own unit."""
+    """A figure and the bounds of its 95 % interval, in the figure's own unit; 0 and infinity of fewer than FEWEST samples."""
 
     value: float
     low: float
@@ -20,7 +21,7 @@ class Interval(NamedTuple):
 
 def median_interval(samples: Sequence[float]) -> Interval:
     """The median with its percentile bootstrap interval (Efron 1979)."""
-    return _interval(np.median(samples), np.median(_resampled(samples), axis=1))
+    return _interval(np.median(samples), np.median(_resampled(samples), axis=1), len(samples))
 
 
 def ratio_interval(above: Sequence[float], below: Sequence[float], interleaved: bool) -> Interval:
@@ -31,7 +32,7 @@ def ratio_interval(above: Sequence[float], below: Sequence[float], interleaved: 
     """
     together = interleaved and len(above) == len(below)
     top, bottom = _resampled(above), _resampled(below, seed=0 if together else 1)
-    return _interval(np.median(above) / np.median(below), np.median(top, axis=1) / np.median(bottom, axis=1))
+    return _interval(np.median(above) / np.median(below), np.median(top, axis=1) / np.median(bottom, axis=1), min(len(above), len(below)))
 
 
 def drift(samples: Sequence[float]) -> float:
@@ -45,7 +46,9 @@ def _resampled(samples: Sequence[float], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).choice(np.asarray(samples, np.float64), (RESAMPLES, len(samples)))
 
 
-def _interval(value: float, resampled: np.ndarray) -> Interval:
+def _interval(value: float, resampled: np.ndarray, count: int) -> Interval:
+    if count < FEWEST:
+        return Interval(float(value), 0.0, float("inf"))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return Interval(float(value), float(low), float(high))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from . import results
+from .ceilings import ceilings
+from .environment import environment, gpu
 from .gains import variant_of
+from .launch_model import name_of
 from .run import Plan, compare
 from .shapes import SHAPES, is_shape
-from .workload import WITHOUT_GRAPH, Variant, Workload
+from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
 
 log = logging.getLogger(__name__)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -73,19 +77,34 @@ def run_sweep(name: str, workload: Workload, variants: Sequence[Variant], plan: 
     points, found, seconds = SWEEPS[name].points(workload, plan), [], []
     for i, (value, at, how) in enumerate(points):
         file, started = folder / f"{name}-{value}.json", time.perf_counter()
-        result = _finished(file, at, variants)
+        result = _finished(file, at, variants, _how(how))
         if result is None:
             left = f", about {sum(seconds) / len(seconds) * (len(points) - i) / 60:.0f} min left" if seconds else ""
             log.info("%s %s (%d of %d%s)", name, value, i + 1, len(points), left)
-            result = {**compare(at, variants, how), "sweep": {"name": name, "value": value}}
+            result = {**_measured(at, variants, how), "sweep": {"name": name, "value": value, "how": _how(how)}}
             results.save(result, file)
             seconds.append(time.perf_counter() - started)
         found.append(result)
     return found
 
 
-def _finished(file: Path, workload: Workload, variants: Sequence[Variant]) -> dict[str, Any] | None:
-    """The result in ``file`` if it answers this very question; a damaged file is measured again."""
+def _measured(workload: Workload, variants: Sequence[Variant], plan: Plan) -> dict[str, Any]:
+    """The comparison, or a result whose variants say why there is none: later points must not fall with this one."""
+    try:
+        return compare(workload, variants, plan)
+    except results.ResultError as error:
+        failed = [{**v.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": str(error)} for v in variants]
+        return results.make(asdict(workload), environment(), ceilings(False), failed)
+
+
+def _how(plan: Plan) -> dict[str, Any]:
+    """What besides the workload decides a figure, as a file holds it."""
+    device = gpu()
+    return json.loads(json.dumps({**{k: v for k, v in asdict(plan).items() if k != "prepare_limit"}, "gpu": device["name"] if device else None}))
+
+
+def _finished(file: Path, workload: Workload, variants: Sequence[Variant], how: dict[str, Any]) -> dict[str, Any] | None:
+    """The result in ``file`` if it answers this very question and no worker crashed; a damaged file is measured again."""
     if not file.exists():
         return None
     try:
@@ -93,8 +112,8 @@ def _finished(file: Path, workload: Workload, variants: Sequence[Variant]) -> di
     except results.ResultError as error:
         log.warning("%s; measuring it again", error)
         return None
-    same = result["workload"] == asdict(workload) and {variant_of(v) for v in result["variants"]} == set(variants)
-    return result if same else None
+    same = result["workload"] == asdict(workload) and {variant_of(v) for v in result["variants"]} == set(variants) and result.get("sweep", {}).get("how") == how
+    return result if same and not any("worker ended" in v.get("not_measured", "") for v in result["variants"]) else None
 
 
 def series(found: Sequence[dict[str, Any]]) -> dict[Variant, list[tuple[str, float, str]]]:
@@ -108,18 +127,20 @@ def series(found: Sequence[dict[str, Any]]) -> dict[Variant, list[tuple[str, flo
     return lines
 
 
-def break_even(found: Sequence[dict[str, Any]]) -> list[str]:
-    """From how many new tokens on a cold graph is quicker than a cold run without one, by measured lengths."""
-    lines = []
-    cold = {variant_of(v): v["cold_generation_s"] for result in found for v in result["variants"] if "cold_generation_s" in v}
-    for variant, seconds in cold.items():
-        base = cold.get(replace(variant, launch=WITHOUT_GRAPH.get(variant.framework, "")))
-        if base is None or base is seconds:
-            continue
-        lengths = [n for n in seconds if seconds[n] < base[n]]
-        says = f"quicker from {lengths[0]} new tokens on" if lengths else f"not quicker up to {max(map(int, seconds))} new tokens"
-        lines.append(f"{variant.label()}, capture included: {says} than {replace(variant, launch=WITHOUT_GRAPH[variant.framework]).label()}")
-    return lines
+def break_even(found: Sequence[dict[str, Any]]) -> list[tuple[str, int | None]]:
+    """From how many new tokens on a cold graph stays quicker than a cold run without one, among measured lengths: a sentence, and the length or None."""
+    said = []
+    for result in found:
+        cold = {variant_of(v): v["cold_generation_s"] for v in result["variants"] if "cold_generation_s" in v and v["parity"]["verdict"] == "pass"}
+        for variant, seconds in cold.items():
+            base_variant = replace(variant, launch=WITHOUT_GRAPH[variant.framework])
+            if variant.launch not in NEEDS_CUDA or base_variant not in cold:
+                continue
+            slower = [int(n) for n in seconds if seconds[n] >= cold[base_variant][n]]
+            start = next((int(n) for n in seconds if not slower or int(n) > max(slower)), None)
+            says = f"quicker from {start} new tokens on" if start else f"not quicker up to {max(map(int, seconds))} new tokens"
+            said.append((f"{name_of(result)}, {variant.label()}, capture included: {says} than {base_variant.label()}", start))
+    return said
 
 
 def lines(name: str, found: Sequence[dict[str, Any]]) -> list[str]:
@@ -128,4 +149,4 @@ def lines(name: str, found: Sequence[dict[str, Any]]) -> list[str]:
     shown = [f"{SWEEPS[name].axis}: {unit}"]
     for variant, points in series(found).items():
         shown.append(f"{variant.label()}: " + "  ".join(f"{x}: {y:.3f}{'' if verdict == 'pass' else ' (parity fails)'}" for x, y, verdict in points))
-    return [*shown, *break_even(found)]
+    return [*shown, *(sentence for sentence, _ in break_even(found))]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .statistics import drift, median_interval
+from .statistics import FEWEST, drift, median_interval
 
 STEPS_A_BLOCK = {"cpu": 4, "cuda": 32}  # on a GPU many, so that starting and waiting weigh little
 STEPS_IN_FLIGHT = 8  # of which the host's time to enqueue is taken: a full queue would make it the device's
@@ -91,7 +91,7 @@ def quantiles(samples: Sequence[float]) -> dict[str, Any]:
     """p10, p50 with its 95 % interval, p90, every sample in the order of time, and how they drift."""
     p10, p50, p90 = (float(np.quantile(samples, q)) for q in (0.1, 0.5, 0.9))
     _, low, high = median_interval(samples)
-    return {"p10": p10, "p50": p50, "p90": p90, "p50_interval": [low, high], "drift": drift(samples), "samples": [float(s) for s in samples]}
+    return {"p10": p10, "p50": p50, "p90": p90, "p50_interval": [low, high] if len(samples) >= FEWEST else None, "drift": drift(samples), "samples": [float(s) for s in samples]}
 
 
 def time_generations(generate: Sequence[Callable[[], None]], repeats: int) -> list[float]:

@@ -40,8 +40,9 @@ def time_all(arms: Sequence[DecoderArm], verdicts: Sequence[Verdict], workload: 
     """The clocks; one result object an arm."""
     conditions = Conditions(device == "cuda")
     steps = time_steps(arms, rounds, len(arms[0].forced[0]) - 1, STEPS_A_BLOCK[device], conditions.look)
-    seen = conditions.summary()
     seconds = time_generations([arm.generate for arm in arms], repeats)
+    conditions.look()
+    seen = conditions.summary()
     for arm in arms:
         arm.check_launch()
     return [{**result_of(arm, verdict, clocks, total, workload), "conditions": seen} for arm, verdict, clocks, total in zip(arms, verdicts, steps, seconds)]
@@ -119,7 +120,10 @@ def _measure(arms: Sequence[DecoderArm], workload: Workload, job: dict[str, Any]
 
 
 def _cold(arm: DecoderArm, lengths: Sequence[int]) -> dict[str, Any]:
-    return {"cold_generation_s": {str(n): arm.cold_generation_s(n) for n in lengths}} if lengths else {}
+    try:
+        return {"cold_generation_s": {str(n): arm.cold_generation_s(n) for n in lengths}} if lengths else {}
+    except Exception as error:  # the times that were measured before must not be lost with these
+        return {"cold_not_measured": f"{type(error).__name__}: {error}"}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -53,6 +53,13 @@ def test_results_without_counts_and_traces_leave_claims_open():
     assert found["throughput grows by 2.3 to 4.1 times"] == HOLDS
 
 
+def test_a_graph_that_was_not_counted_is_passed_over():
+    result = measured()
+    for name in ("other_launches_per_step", "graph_launches_per_step"):
+        del result["variants"][1][name]
+    assert verdicts(result)["hundreds of kernel launches a step become one"] == UNKNOWN
+
+
 def test_every_claim_says_how_to_reproduce_it():
     rows = table([measured()])
     assert all(row["command"].startswith("python -m compare ") for row in rows) and len(lines(rows)) == 3 * len(rows)

@@ -64,9 +64,10 @@ def test_throttling_and_other_users_are_named(gpu, word, monkeypatch):
 
 
 def test_a_figure_that_the_gpu_does_not_give_is_left_out(monkeypatch):
-    gpu = FakeNvml()
+    gpu = FakeNvml(reasons=0x40)
     gpu.nvmlDeviceGetTemperature = lambda *_: (_ for _ in ()).throw(RuntimeError("not supported"))
-    assert seen(monkeypatch, gpu)["temperature_c"] is None
+    found = seen(monkeypatch, gpu)
+    assert found["temperature_c"] is None and found["disturbed"] == ["throttled: hardware thermal limit"]
 
 
 def test_a_busy_neighbour_is_noticed():

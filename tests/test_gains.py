@@ -13,6 +13,7 @@ from compare.diff import changes, worse
 from compare.gains import gains
 from compare.results import ResultError
 from compare.statistics import drift, median_interval, ratio_interval
+from compare.timing import quantiles
 from tests.results import entry, run, samples
 
 
@@ -55,7 +56,6 @@ def test_launch_and_fusion_are_told_apart():
         ("launch", "torch eager fused", "torch cuda_graph fused"): pytest.approx(3.0),
         ("launch", "torch cuda_graph plain", "torch device_loop plain"): pytest.approx(2 / 1.9),
         ("launch", "jax jit plain", "jax command_buffer plain"): pytest.approx(1.25),
-        ("fusion", "torch eager plain", "torch eager fused"): pytest.approx(4 / 3),
         ("fusion", "torch cuda_graph plain", "torch cuda_graph fused"): pytest.approx(2.0),
     }
     assert [gain.after.label() for gain in found if not gain.passed] == ["jax command_buffer plain"]
@@ -80,6 +80,31 @@ def test_noise_is_no_change():
     """40 samples with 1 % of noise each, 30 pairs of runs of the same code."""
     verdicts = [changes(run(entry("jax jit plain", 4.0, seed=i)), run(entry("jax jit plain", 4.0, seed=100 + i)))[0][0].verdict for i in range(30)]
     assert set(verdicts) == {"same"}
+
+
+def test_a_variant_that_stopped_working_is_broken(tmp_path, capsys):
+    both = [entry("torch eager plain", 4.0), entry("torch cuda_graph plain", 2.0)]
+    for name, entries in (("a", both), ("b", [both[0], gone(both[1])]), ("c", [entry("jax jit plain", 1.0)])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(run(*entries)))
+    files = {name: str(tmp_path / f"{name}.json") for name in "abc"}
+    assert main(["diff", files["a"], files["b"]]) == 1
+    assert "broken  torch cuda_graph plain: worker ended" in capsys.readouterr().out
+    assert main(["diff", files["b"], files["a"]]) == 0
+    assert main(["diff", files["a"], files["c"]]) == 2 and "nothing can be compared" in capsys.readouterr().err
+
+
+def gone(v: dict) -> dict:
+    return {**{name: v[name] for name in ("framework", "launch", "kernels", "sampling", "batch", "bucket")}, "not_measured": "worker ended"}
+
+
+def test_a_field_that_only_the_newer_run_has_is_compared():
+    with pytest.raises(ResultError, match="prompt_tokens"):
+        changes(run(entry("jax jit plain", 4.0)), run(entry("jax jit plain", 4.0), prompt_tokens=500))
+
+
+def test_few_samples_give_no_interval():
+    assert quantiles([1.0, 2.0])["p50_interval"] is None and quantiles([1.0] * 6)["p50_interval"] == [1.0, 1.0]
+    assert ratio_interval([2.0, 2.0], [1.0, 1.0], interleaved=True)[1:] == (0.0, float("inf"))
 
 
 @pytest.mark.parametrize(("change", "word"), [({"gpu": "B"}, "machines"), ({"batch": 2}, "batch")])

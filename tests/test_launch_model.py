@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from compare.cli import main
-from compare.launch_model import evaluate, fit, median_errors, predict
+from compare.launch_model import evaluate, fit, median_errors, predict, quickest
 from compare.results import ResultError, save
 from tests.results import entry, run
 
@@ -35,6 +35,33 @@ def test_runs_that_obey_the_formulas_are_predicted():
     errors = median_errors(predictions)
     assert errors["overlap"] < 0.02 and errors["graph"] < 0.02 < 0.15 < errors["sum"]
     assert {p.model for p in predictions} == {"large", "deep"}
+
+
+def test_steps_that_are_sums_are_predicted_by_the_sum():
+    """Its own constant: one fitted to the whole step would count the kernels twice."""
+    runs = []
+    for model, kernels, compute in (("small", 300, 600.0), ("large", 500, 4000.0)):
+        runs.append(made(model, kernels, compute))
+        runs[-1]["variants"][0] = counted("torch eager plain", kernels, kernels, compute, kernels * LAUNCH_US + compute + WAIT_US / 32)
+    assert median_errors(evaluate(runs)[1])["sum"] < 0.02
+
+
+def test_a_step_that_the_device_limits_gives_no_launch_constant():
+    constants = fit(made("large", 500, 40000.0))
+    assert constants.launch_us == {} and constants.gap_us["torch"] == pytest.approx(GAP_US, rel=0.5)
+
+
+def test_the_fitted_model_is_not_predicted_and_gpus_are_not_mixed():
+    one = made("small", 300, 600.0)
+    assert evaluate([one, one])[1] == []
+    other = made("large", 500, 4000.0)
+    other["environment"]["gpu"] = {"name": "B"}
+    with pytest.raises(ResultError, match="different GPUs"):
+        evaluate([one, other])
+
+
+def test_the_run_with_the_quickest_kernels_is_fitted():
+    assert quickest([made("large", 500, 4000.0), made("small", 300, 600.0)]) == 1
 
 
 def test_a_graph_is_predicted_from_the_run_without_one_alone():

@@ -112,9 +112,8 @@ class Seen(NamedTuple):
 
 def seen(positions: Int[Tensor, "B T"], cache: Float[Tensor, "2 B K S H"], windows: Collection[int | None]) -> dict[int | None, Seen]:
     """For each window what queries at ``positions`` may look at, in the form that ``attend`` wants it."""
-    _, _, kv_heads, slots, width = cache.shape
-    half = cache.dtype in (torch.bfloat16, torch.float16)
-    if cache.is_cuda and positions.shape[1] == 1 and half and width % 8 == 0 and width <= 256 and torch.backends.cuda.is_flash_attention_available():
+    kv_heads, slots = cache.shape[2:4]
+    if positions.shape[1] == 1 and _flash_takes(cache):
         lengths = (positions + 1).int().repeat(1, kv_heads).flatten()
         order = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=cache.device)
         starts = torch.stack([order, order * slots])
@@ -127,6 +126,13 @@ def seen(positions: Int[Tensor, "B T"], cache: Float[Tensor, "2 B K S H"], windo
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         masks[window] = Seen(torch.where(visible, torch.zeros_like(minus_infinity), minus_infinity))
     return masks
+
+
+def _flash_takes(cache: Tensor) -> bool:
+    """Does the library's flash attention take this cache on its device?"""
+    if not cache.is_cuda or cache.dtype not in (torch.bfloat16, torch.float16) or cache.shape[-1] % 8 or cache.shape[-1] > 256:
+        return False
+    return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(cache.device) >= (8, 0)
 
 
 def attend(q: Float[Tensor, "B T N H"], cache: Float[Tensor, "2 B K S H"], seen: Seen) -> Float[Tensor, "B T M"]:

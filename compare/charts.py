@@ -13,23 +13,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from .results import label, measured
 from .trace import StepTrace
-from .workload import WITHOUT_GRAPH, Variant
+from .workload import WITH_GRAPH, WITHOUT_GRAPH, Variant
 
 # Okabe-Ito.
 COLOURS = {"transformers": "#999999", "torch": "#D55E00", "jax": "#0072B2"}
 LAUNCH, COMPUTE = "#E69F00", "#009E73"
 _INK = "#123457"  # stands for the page's text colour, so that charts follow dark mode
-GRAPH = {"torch": "cuda_graph", "jax": "command_buffer"}
-
-
-def label(variant: dict[str, Any]) -> str:
-    special = [word for word, usual in ((variant["kernels"], "plain"), (variant["sampling"], "greedy")) if word != usual]
-    return f"{variant['framework']} {variant['launch']}" + (f" ({', '.join(special)})" if special else "")
-
-
-def measured(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [v for v in result["variants"] if "step_ms" in v]
 
 
 def _svg(figure: Any, alternative: str) -> str:
@@ -84,7 +75,7 @@ def step_chart(result: dict[str, Any]) -> str:
 def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
     """One step without a graph above the same step in one, on one axis: calls, work, and blank where nothing runs. None without traces."""
     kept = {(v["launch"], v["kernels"]): StepTrace.from_dict(v["timeline"]) for v in measured(result) if v["framework"] == framework and v.get("timeline", {}).get("spans")}
-    pairs = [(launch, kept.get((launch, "plain"))) for launch in (WITHOUT_GRAPH[framework], GRAPH[framework])]
+    pairs = [(launch, kept.get((launch, "plain"))) for launch in (WITHOUT_GRAPH[framework], WITH_GRAPH[framework])]
     if any(trace is None for _, trace in pairs):
         return None
     figure, axes = _axes(2.6)

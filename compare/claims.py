@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .charts import GRAPH
-from .gains import variant_of
-from .launch_model import evaluate, median_errors, name_of, quickest, terms
-from .results import ResultError
+from .launch_model import evaluate, median_errors, quickest, terms
+from .results import ResultError, measured, name_of, variant_of
 from .sweep import break_even
-from .workload import WITHOUT_GRAPH, Variant
+from .workload import WITH_GRAPH, WITHOUT_GRAPH, Variant
 
 Results = Sequence[dict[str, Any]]
 Finding = tuple[list[str], str]  # what was seen, and the verdict
@@ -40,8 +38,8 @@ class Claim:
 def _pairs(found: Results, kernels: str = "plain") -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Name, the entry without a graph and the entry in one, of each model and framework that has both and passes."""
     for result in found:
-        timed = {variant_of(v): v for v in result["variants"] if "step_ms" in v and v["parity"]["verdict"] == "pass"}
-        for framework, graph in GRAPH.items():
+        timed = {variant_of(v): v for v in measured(result) if v["parity"]["verdict"] == "pass"}
+        for framework, graph in WITH_GRAPH.items():
             before, after = (timed.get(Variant(framework, launch, kernels)) for launch in (WITHOUT_GRAPH[framework], graph))
             if before is not None and after is not None:
                 yield f"{framework}, {name_of(result)}", before, after

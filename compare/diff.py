@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .gains import variant_of
-from .results import ResultError
+from .results import ResultError, measured, variant_of
 from .statistics import Interval, ratio_interval
 from .workload import Variant
 
@@ -35,7 +34,7 @@ def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float = TO
     ResultError for runs of different workloads or machines.
     """
     _check_same(before, after)
-    old, new = ({variant_of(v): v for v in run["variants"] if "step_ms" in v} for run in (before, after))
+    old, new = ({variant_of(v): v for v in measured(run)} for run in (before, after))
     if not set(old) & set(new):
         raise ResultError("no variant was measured in both runs, so nothing can be compared")
     alone = [f"{variant.label()}: measured in the {name} run alone" for name, one, other in (("first", old, new), ("second", new, old)) for variant in one if variant not in other]
@@ -44,7 +43,7 @@ def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float = TO
 
 def stopped(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Variants that the first run measured and the second one tried in vain, with its reason."""
-    old = {variant_of(v) for v in before["variants"] if "step_ms" in v}
+    old = {variant_of(v) for v in measured(before)}
     return [f"broken  {variant_of(v).label()}: {v['not_measured']}" for v in after["variants"] if "not_measured" in v and variant_of(v) in old]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .results import measured, variant_of
 from .statistics import Interval, ratio_interval
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant
 
@@ -34,14 +35,9 @@ def gains(result: dict[str, Any]) -> list[Gain]:
 
     Kernels are compared inside of graphs: without one, fewer kernels are fewer launches as well.
     """
-    timed = {variant_of(v): v for v in result["variants"] if "step_ms" in v and v["framework"] in WITHOUT_GRAPH}
+    timed = {variant_of(v): v for v in measured(result) if v["framework"] in WITHOUT_GRAPH}
     pairs = [("launch", pair) for pair in _pairs(timed, "launch")] + [("fusion", pair) for pair in _pairs(timed, "kernels")]
     return [_gain(cause, *pair, timed) for cause, pair in pairs]
-
-
-def variant_of(entry: dict[str, Any]) -> Variant:
-    """Which variant a result object is of."""
-    return Variant(*(entry[name] for name in ("framework", "launch", "kernels", "sampling")))
 
 
 def _pairs(timed: dict[Variant, Any], field: str) -> Iterator[tuple[Variant, Variant]]:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .gains import variant_of
-from .results import ResultError
+from .results import ResultError, measured, name_of, variant_of
 from .timing import STEPS_A_BLOCK
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant
 
@@ -70,8 +68,8 @@ class Prediction:
 def terms(result: dict[str, Any]) -> dict[Variant, Terms]:
     """Terms of the variants of a run that were timed, counted and traced."""
     found = {}
-    for v in result["variants"]:
-        if "step_ms" in v and "other_launches_per_step" in v and "spans" in v.get("timeline", {}):
+    for v in measured(result):
+        if "other_launches_per_step" in v and "spans" in v.get("timeline", {}):
             launches = v["other_launches_per_step"] + v["graph_launches_per_step"]
             found[variant_of(v)] = Terms(launches, v["timeline"]["kernels"], v["timeline"]["busy_us"], v["step_ms"]["p50"] * 1e3)
     return found
@@ -129,11 +127,6 @@ def evaluate(results: Sequence[dict[str, Any]], fit_on: int = 0) -> tuple[Consta
 def median_errors(predictions: Sequence[Prediction]) -> dict[str, float]:
     """Median of the absolute errors of each formula."""
     return {formula: float(np.median([abs(p.error) for p in predictions if p.formula == formula])) for formula in dict.fromkeys(p.formula for p in predictions)}
-
-
-def name_of(result: dict[str, Any]) -> str:
-    w = result["workload"]
-    return Path(w["model"]).name.removeprefix("shape:") + ("" if w["batch"] == 1 else f" batch {w['batch']}")
 
 
 def lines(constants: Constants, predictions: Sequence[Prediction]) -> list[str]:

@@ -42,15 +42,21 @@ def tally(calls: Counter[str]) -> dict[str, int]:
     return found
 
 
+def load_cupti() -> Any:
+    """CUPTI's bindings; LedgerError if they are not installed."""
+    try:
+        from cupti import cupti
+    except ImportError:
+        raise LedgerError("cupti-python is not installed: pip install cupti-python, in the version that fits the driver") from None
+    return cupti
+
+
 class Ledger:
     """Counts calls of the CUDA driver by name, in the whole process, while ``counting``."""
 
     def __init__(self) -> None:
         """Raises LedgerError without cupti-python, or where another tool holds CUPTI."""
-        try:
-            from cupti import cupti
-        except ImportError:
-            raise LedgerError("cupti-python is not installed: pip install cupti-python, in the version that fits the driver") from None
+        cupti = load_cupti()
         self._cupti, self.calls = cupti, Counter[str]()
         try:
             self._subscriber = cupti.subscribe(self._called, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,16 +59,16 @@ def open_transformers(model: str | Path, dtype: str, device: str = "cpu") -> Any
 def encode_prompts(workload: Workload) -> list[list[int]]:
     """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
     if workload.prompt_tokens is not None:
-        return [_ruled(workload, row, workload.prompt_tokens) for row in range(workload.batch)]
+        return _ruled(workload, lambda row: workload.prompt_tokens)
     tokenizer = _module("torch", "text").Tokenizer(None if shapes.is_shape(workload.model) else directory_of(workload.model))
     if tokenizer.present:
         return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]
-    return [_ruled(workload, row, 5 + row % 4) for row in range(workload.batch)]
+    return _ruled(workload, lambda row: 5 + row % 4)
 
 
-def _ruled(workload: Workload, row: int, length: int) -> list[int]:
+def _ruled(workload: Workload, length: Callable[[int], int]) -> list[list[int]]:
     vocab = model_config(workload.model).vocab_size
-    return [(37 * t + 11 * row + 5) % vocab for t in range(length)]
+    return [[(37 * t + 11 * row + 5) % vocab for t in range(length(row))] for row in range(workload.batch)]
 
 
 def weight_bytes(config: Any, dtype: str) -> int:

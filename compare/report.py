@@ -10,9 +10,9 @@ from typing import Any
 import jinja2
 
 from . import claims
-from .charts import label, measured, speed_chart, step_chart, sweep_chart, timeline_chart
-from .gains import gains, variant_of
-from .launch_model import name_of
+from .charts import speed_chart, step_chart, sweep_chart, timeline_chart
+from .gains import gains
+from .results import label, measured, name_of, variant_of
 from .sweep import SWEEPS, series
 from .table import disturbances, peer_tokens_per_s
 

@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .workload import Variant
+
 SCHEMA_VERSION = 1
 _TOP = ("schema_version", "created", "workload", "environment", "ceilings", "variants")
 _VARIANT = ("framework", "launch", "kernels", "sampling", "batch", "bucket")
@@ -30,13 +32,35 @@ def save(result: dict[str, Any], path: Path) -> None:
     check(result, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(_text(result) + "\n")
+    temporary.write_text(as_text(result) + "\n")
     os.replace(temporary, path)
 
 
-def _text(result: dict[str, Any]) -> str:
+def as_text(value: Any) -> str:
     """JSON with a line for each field, and lists of numbers on one line."""
-    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), json.dumps(result, indent=1))
+    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), json.dumps(value, indent=1))
+
+
+def variant_of(entry: dict[str, Any]) -> Variant:
+    """Which variant an entry of ``variants`` is of."""
+    return Variant(*(entry[name] for name in ("framework", "launch", "kernels", "sampling")))
+
+
+def label(entry: dict[str, Any]) -> str:
+    """A variant's name for readers: what is usual goes without saying."""
+    special = [word for word, usual in ((entry["kernels"], "plain"), (entry["sampling"], "greedy")) if word != usual]
+    return f"{entry['framework']} {entry['launch']}" + (f" ({', '.join(special)})" if special else "")
+
+
+def measured(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries of the variants that were timed."""
+    return [v for v in result["variants"] if "step_ms" in v]
+
+
+def name_of(result: dict[str, Any]) -> str:
+    """The model of a run, and its batch where that is not 1."""
+    w = result["workload"]
+    return Path(w["model"]).name.removeprefix("shape:") + ("" if w["batch"] == 1 else f" batch {w['batch']}")
 
 
 def load(path: str | Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
         if reason is not None:
             measured.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
     order = {v: i for i, v in enumerate(variants)}
-    measured.sort(key=lambda r: order[Variant(*(r[k] for k in ("framework", "launch", "kernels", "sampling")))])
+    measured.sort(key=lambda r: order[results.variant_of(r)])
     return results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, ceilings(cuda["torch"]), measured)
 
 

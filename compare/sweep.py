@@ -13,8 +13,7 @@ from typing import Any
 from . import results
 from .ceilings import ceilings
 from .environment import environment, gpu
-from .gains import variant_of
-from .launch_model import name_of
+from .results import measured, name_of, variant_of
 from .run import Plan, compare
 from .shapes import SHAPES, is_shape
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
@@ -120,7 +119,7 @@ def series(found: Sequence[dict[str, Any]]) -> dict[Variant, list[tuple[str, flo
     """For each variant its points: value, step_ms p50, verdict. Of a new-tokens sweep: seconds of a cold generation."""
     lines: dict[Variant, list[tuple[str, float, str]]] = {}
     for result in found:
-        for v in (v for v in result["variants"] if "step_ms" in v):
+        for v in measured(result):
             cold = v.get("cold_generation_s")
             points = [(n, s) for n, s in cold.items()] if cold else [(result["sweep"]["value"], v["step_ms"]["p50"])]
             lines.setdefault(variant_of(v), []).extend((x, y, v["parity"]["verdict"]) for x, y in points)

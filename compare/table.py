@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .gains import gains
-from .workload import Variant
+from .results import variant_of
 
 COLUMNS = ("parity", "max |Δ|", "step ms p50", "p10 – p90", "tokens/s", "× transformers", "compile s")
 
@@ -29,7 +29,7 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     missing: dict[str, list[str]] = {}
     for v in result["variants"]:
-        name = Variant(v["framework"], v["launch"], v["kernels"], v["sampling"]).label()
+        name = variant_of(v).label()
         if "not_measured" in v:
             missing.setdefault(v["not_measured"], []).append(name)
         else:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from . import results
-from .workload import Variant
 
 BEGIN, END = "<!-- launch table: made by scripts/readme_tables -->", "<!-- end of launch table -->"
 COLUMNS = ("model", "variant", "parity", "bits that differ from no graph", "graph launches", "other launches", "updates", "step ms (p50)", "host µs", "capture ms")
@@ -34,7 +33,7 @@ def _row(result: dict[str, Any], v: dict[str, Any]) -> Sequence[str]:
     model = Path(w["model"]).name.removeprefix("shape:") + ("" if w["batch"] == 1 else f", batch {w['batch']}")
     return (
         model,
-        Variant(v["framework"], v["launch"], v["kernels"], v["sampling"]).label(),
+        results.variant_of(v).label(),
         v["parity"]["verdict"],
         "–" if bits is None else str(bits),
         *(number(f"{name}_per_step", 2) for name in ("graph_launches", "other_launches", "graph_updates")),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .charts import label, measured
-from .results import ResultError
+from .results import ResultError, label, measured
 from .trace import StepTrace
 
 LANES = {"host": 1, "device": 2}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .ledger import LedgerError, kind_of
+from .ledger import LedgerError, kind_of, load_cupti
 
 WARM_UP_STEPS, RECORDED_STEPS = 3, 5
 _BUFFER_BYTES = 8 * 1024 * 1024
@@ -82,10 +82,7 @@ class Tracer:
 
     def __init__(self) -> None:
         """Raises LedgerError without cupti-python."""
-        try:
-            from cupti import cupti
-        except ImportError:
-            raise LedgerError("cupti-python is not installed: pip install cupti-python, in the version that fits the driver") from None
+        cupti = load_cupti()
         self._cupti, self._records = cupti, []
         self._kinds = [cupti.ActivityKind[name] for name in ("DRIVER", "CONCURRENT_KERNEL", "MEMCPY", "MEMSET")]
         # Kept by name: CUPTI holds no reference to them.

@@ -87,6 +87,7 @@ VARIANTS = (
 )
 # The launch mode of each framework that runs the same step without a graph.
 WITHOUT_GRAPH = {"torch": "eager", "jax": "jit"}
+WITH_GRAPH = {"torch": "cuda_graph", "jax": "command_buffer"}  # and in one, step by step
 NEEDS_CUDA = {"cuda_graph", "command_buffer", "hybrid", "device_loop"}
 
 

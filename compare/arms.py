@@ -14,6 +14,7 @@ from .timing import MeasurementError
 from .workload import NEEDS_CUDA, Variant, Workload
 
 LOOP = 8  # steps of a device loop between two looks at its logits
+DOZE_S = 1e-4  # between two looks at an array
 SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampled variants
 
 
@@ -41,18 +42,31 @@ class DecoderArm:
     def __str__(self) -> str:
         return self.variant.label()
 
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.decoder.config
+
     def restart(self) -> None:
         self.handle = None  # a state that someone still holds would be copied out of the graphs' memory
-        self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **self._sampling())
+        self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **self.sampling())
 
-    def _sampling(self) -> dict[str, Any]:
+    def sampling(self) -> dict[str, Any]:
+        """Settings of the variant's sampling kind, as ``prefill`` takes them."""
         return {} if self.variant.sampling == "greedy" else {"sampling": import_module(f"{self.variant.framework}_decoder").Sampling(**SAMPLED)}
 
     def steps(self, count: int) -> None:
         self.handle = self.decoder.decode_steps(self.handle, count)
 
+    def steps_available(self) -> int:
+        """Steps that the cache holds behind the longest prompt."""
+        return self.decoder.max_seq_len - max(map(len, self.prompts))
+
     def wait(self) -> None:
         np.asarray(_host(self.handle.tokens))
+
+    def doze(self) -> None:
+        doze(self.handle.tokens)
 
     def compilations(self) -> int:
         graphs = sum(graph.get("compilations", 0) for graph in self.decoder.launch_report()["graphs"])
@@ -83,17 +97,6 @@ class DecoderArm:
         self.steps(len(self.forced[0]) - 1)
         self.wait()
 
-    def cold_generation_s(self, new_tokens: int) -> float:
-        """Seconds of a generation by a decoder of the same weights whose step is not compiled or captured yet: that, prefill, and every step.
-
-        JAX's prefill is compiled before: decoders of the same weights share it.
-        """
-        started = time.perf_counter()
-        with self.decoder.with_options(launch=self.variant.launch) as cold:
-            handle = cold.decode_steps(cold.prefill(self.prompts, **self._sampling()), new_tokens - 1)  # prefill makes the first token
-            np.asarray(_host(handle.tokens))
-            return time.perf_counter() - started
-
     def compile_s(self) -> float | None:
         seconds = [graph["compile_s"] for graph in self.decoder.launch_report()["graphs"] if "compile_s" in graph]
         return sum(seconds) if seconds else self.start_s if self.variant.kernels == "compiled" else None
@@ -122,10 +125,30 @@ def _host(array: Any) -> np.ndarray:
     return array.detach().cpu().numpy().copy() if hasattr(array, "detach") else np.array(array)
 
 
+def doze(array: Any) -> None:
+    """Wait for an array of either framework without keeping a core busy."""
+    if hasattr(array, "is_ready"):  # JAX has no wait that does not spin
+        while not array.is_ready():
+            time.sleep(DOZE_S)
+    elif array.is_cuda:
+        import torch
+
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        event.synchronize()
+
+
 def _dynamo_compilations() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
+
+
+def why(error: Exception) -> str:
+    """An error as the reason in ``not_measured``: this project's own say enough, others by their name, too."""
+    if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):
+        return str(error)
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def open_arms(
@@ -149,10 +172,6 @@ def open_arms(
                 raise MeasurementError(f"not prepared: the variants before it took {seconds:.0f} s, and --prepare-limit is {limit_s:.0f}")
             arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None))
         except Exception as error:  # one variant that cannot start must not take the others along
-            if error.__class__.__module__.startswith(("jax_decoder", "torch_decoder", "compare")) and not isinstance(error, RuntimeError):
-                reason = str(error)
-            else:
-                reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
+            failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": why(error)})
         opened(variant.label())
     return arms, failures

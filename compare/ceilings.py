@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ NODES = (1, 10, 100, 1000)  # of the graphs whose launch is timed
 _REPEATS, _LIMIT_S = 10, 120
 
 
+@lru_cache
 def ceilings(cuda: bool) -> dict[str, Any]:
-    """``copy_gb_per_s`` of the host's memory and, with a GPU, what ``device_ceilings`` gives; an ``error`` in its place if that failed."""
+    """Measured once a process: ``copy_gb_per_s`` of the host's memory and, with a GPU, what ``device_ceilings`` gives; an ``error`` in its place if that failed."""
     found: dict[str, Any] = {"copy_gb_per_s": host_copy_bandwidth()}
     if not cuda:
         return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -14,8 +13,9 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from .results import label, measured
+from .series import Series
 from .trace import StepTrace
-from .workload import WITH_GRAPH, WITHOUT_GRAPH, Variant
+from .workload import WITH_GRAPH, WITHOUT_GRAPH
 
 # Okabe-Ito.
 COLOURS = {"transformers": "#999999", "torch": "#D55E00", "jax": "#0072B2"}
@@ -95,18 +95,18 @@ def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
     return _svg(figure, f"Timeline of one {framework} step: {shares}")
 
 
-def sweep_chart(axis: str, lines: Mapping[Variant, Sequence[tuple[str, float, str]]]) -> str:
-    """A line a variant over the points of a sweep; points that fail their parity check are left out."""
+def sweep_chart(series: Series) -> str:
+    """A line a curve over the points of a sweep; points that fail their parity check are left out."""
     figure, axes = _axes(3.4)
-    places = list(dict.fromkeys(x for points in lines.values() for x, _, _ in points))
+    places = list(dict.fromkeys(x for curve in series.curves for x, _, _ in curve.points))
     styles = ("-", "--", ":", "-.")
-    for number, (variant, points) in enumerate(lines.items()):
-        kept = [(places.index(x), y) for x, y, verdict in points if verdict == "pass"]
+    for number, curve in enumerate(series.curves):
+        kept = [(places.index(x), y) for x, y, verdict in curve.points if verdict == "pass"]
         if kept:
-            axes.plot(*zip(*kept), styles[number % 4], marker="o", markersize=4, color=COLOURS[variant.framework], label=variant.label())
+            axes.plot(*zip(*kept), styles[number % 4], marker="o", markersize=4, color=COLOURS[curve.variant.framework], label=curve.name)
     axes.set_xticks(range(len(places)), places)
     axes.set_yscale("log")
-    axes.set_xlabel(axis)
-    axes.set_ylabel("ms a step" if axis != "new tokens" else "s a cold generation", color=_INK)
+    axes.set_xlabel(series.axis)
+    axes.set_ylabel(series.unit, color=_INK)
     axes.legend(fontsize=8, frameon=False, labelcolor=_INK)
-    return _svg(figure, f"By {axis}: " + "; ".join(f"{variant.label()} " + ", ".join(f"{x} {y:.3g}" for x, y, _ in points) for variant, points in lines.items()))
+    return _svg(figure, f"{series.unit} by {series.axis}: " + "; ".join(f"{curve.name} " + ", ".join(f"{x} {y:.3g}" for x, y, _ in curve.points) for curve in series.curves))

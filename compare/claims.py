@@ -12,7 +12,7 @@ from typing import Any
 
 from .launch_model import evaluate, median_errors, quickest, terms
 from .results import ResultError, measured, name_of, variant_of
-from .sweep import break_even
+from .series import break_even
 from .workload import WITH_GRAPH, WITHOUT_GRAPH, Variant
 
 Results = Sequence[dict[str, Any]]

@@ -47,13 +47,16 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _sweep(args: argparse.Namespace, workload: Workload, variants: Sequence[Variant], plan: Plan) -> int:
-    from .sweep import lines, run_sweep
+    from .series import lines
+    from .sweep import run_sweep
 
     asked = "" if args.sweep == "models" else f"-{Path(args.model).name}"
     folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).with_name(f"sweep-{args.sweep}{asked}-{args.dtype}")
     if folder.suffix == ".json":
         raise results.ResultError(f"--out is {args.out}, expected a folder: a sweep writes a file a point")
-    found = run_sweep(args.sweep, workload, variants, plan, folder)
+    if args.at_once < 1:
+        raise results.ResultError(f"--at-once is {args.at_once}, expected at least 1")
+    found = run_sweep(args.sweep, workload, variants, plan, folder, args.at_once)
     print(json.dumps(found) if args.json else "\n".join([*lines(args.sweep, found), str(folder)]))
     return 0 if all(map(_good, found)) else 1
 

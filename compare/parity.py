@@ -134,11 +134,6 @@ def _tail(error: np.ndarray) -> float:
     return float(np.quantile(error, 0.999))
 
 
-def compare_logits(ours: np.ndarray, reference: np.ndarray, dtype: str, theirs: np.ndarray | None = None) -> Verdict:
-    """``Reference(reference, theirs).judge(ours, dtype)``, for one verdict."""
-    return Reference(reference, theirs).judge(ours, dtype)
-
-
 def kl_ratio(ours: np.ndarray, theirs: np.ndarray, draws: int = 1000) -> tuple[float, float]:
     """Ratio of mean KL and the upper end of its 95 % bootstrap interval over positions."""
     generator = np.random.default_rng(0)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from .arms import why
+from .bench import judge_all, looked_into, time_all
+from .conditions import Conditions
 from .line import Line
 from .models import model_config, open_transformers, weight_bytes
-from .parity import compare_logits
+from .parity import Reference
+from .static_peer import StaticPeer
 from .timing import quantiles
 from .workload import Variant, Workload
+
+EAGER = Variant("transformers", "eager")
 
 
 class _Forcing(LogitsProcessor):
@@ -35,7 +42,7 @@ class _Forcing(LogitsProcessor):
 
 
 def measure_transformers(workload: Workload, job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
-    """Write the reference file, then judge and time ``generate`` itself."""
+    """Write the reference file, then judge and time ``generate`` itself and what of it runs in graphs."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prompts = job["prompts"]
     model = open_transformers(workload.model, "float32", device)
@@ -51,28 +58,56 @@ def measure_transformers(workload: Workload, job: dict[str, Any], line: Line) ->
     line.say("reference")
     if not job["variants"]:
         return []
-    batch = _left_padded(model, prompts, device)
-    stepped = np.stack(_generate(model, batch, tokens, keep_logits=True).logits)
-    verdict = compare_logits(stepped, logits, workload.dtype, stored.get("theirs"))
-    _plain_generate(model, batch, tokens.shape[1])  # warm-up
+    reference, variants = Reference(logits, stored.get("theirs")), [Variant(**v) for v in job["variants"]]
+    generation = _Generation(model, workload, prompts, tokens, reference, load_s) if EAGER in variants else None
+    arms, failures = _open_peers(model, workload, prompts, tokens, [v for v in variants if v != EAGER])
+    verdicts = judge_all(arms, workload, reference)
     line.say("ready")
     line.wait("go")
-    samples, seconds, cpu = _time(model, batch, tokens, job["repeats"])
-    step_ms = quantiles(samples)
-    return [
-        {
-            **Variant("transformers", "eager").as_dict(),
+    measured = [generation.measure(job["repeats"], device)] if generation else []
+    measured += looked_into(arms, time_all(arms, verdicts, workload, job["rounds"], job["repeats"], job["device"]), job, line)
+    return measured + failures
+
+
+def _open_peers(
+    model: torch.nn.Module, workload: Workload, prompts: list[list[int]], tokens: np.ndarray, variants: Sequence[Variant]
+) -> tuple[list[StaticPeer], list[dict[str, Any]]]:
+    arms, failures = [], []
+    for variant in variants:
+        try:
+            arms.append(StaticPeer(variant, model, workload, prompts, tokens))
+        except Exception as error:  # one that cannot start must not take the others along
+            failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": why(error)})
+    return arms, failures
+
+
+class _Generation:
+    """transformers' own ``generate``, judged at once and timed when asked."""
+
+    def __init__(self, model: torch.nn.Module, workload: Workload, prompts: list[list[int]], tokens: np.ndarray, reference: Reference, load_s: float):
+        self._model, self._workload, self._tokens, self._load_s = model, workload, tokens, load_s
+        self._batch = _left_padded(model, prompts, model.device.type)
+        self._verdict = reference.judge(np.stack(_generate(model, self._batch, tokens, keep_logits=True).logits), workload.dtype)
+        _plain_generate(model, self._batch, tokens.shape[1])  # warm-up
+
+    def measure(self, repeats: int, device: str) -> dict[str, Any]:
+        """Its result object."""
+        conditions, workload = Conditions(device == "cuda"), self._workload
+        samples, seconds, cpu = _time(self._model, self._batch, self._tokens, repeats, conditions.look)
+        step_ms = quantiles(samples)
+        return {
+            **EAGER.as_dict(),
             "batch": workload.batch,
             "bucket": workload.batch,
-            "parity": verdict.as_dict(),
+            "parity": self._verdict.as_dict(),
             "step_ms": step_ms,
             "cpu_ms_per_step": cpu,
-            "tokens_per_s": tokens.size / seconds,
+            "tokens_per_s": self._tokens.size / seconds,
             "achieved_gb_per_s": weight_bytes(model_config(workload.model), workload.dtype) / step_ms["p50"] / 1e6,
-            "load_s": load_s,
+            "load_s": self._load_s,
             "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,
+            "conditions": conditions.summary(),
         }
-    ]
 
 
 @torch.no_grad()
@@ -121,11 +156,12 @@ def _plain_generate(model: torch.nn.Module, batch: dict[str, torch.Tensor], coun
         torch.cuda.synchronize()
 
 
-def _time(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: np.ndarray, repeats: int) -> tuple[list[float], float, float]:
+def _time(model: torch.nn.Module, batch: dict[str, torch.Tensor], tokens: np.ndarray, repeats: int, between: Callable[[], None]) -> tuple[list[float], float, float]:
     """Step samples in ms from forced runs of a warm model; median seconds and CPU ms a step of plain ``generate``."""
     samples: list[float] = []
     seconds, cpu = [], []
     for _ in range(repeats):
+        between()
         samples += (np.diff(_generate(model, batch, tokens, keep_logits=False).times) * 1e3).tolist()
         started, cpu_started = time.perf_counter(), time.process_time()
         _plain_generate(model, batch, tokens.shape[1])

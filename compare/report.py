@@ -13,7 +13,8 @@ from . import claims
 from .charts import speed_chart, step_chart, sweep_chart, timeline_chart
 from .gains import gains
 from .results import label, measured, name_of, variant_of
-from .sweep import SWEEPS, series
+from .series import series_of
+from .sweep import SWEEPS
 from .table import disturbances, peer_tokens_per_s
 
 
@@ -68,7 +69,9 @@ def render(found: Sequence[dict[str, Any]]) -> str:
     for one in found:
         if "sweep" in one:
             sweeps.setdefault(one["sweep"]["name"], []).append(one)
-    charts |= {f"Sweep: {SWEEPS[name].axis}": sweep_chart(SWEEPS[name].axis, series(points)) for name, points in sweeps.items() if name in SWEEPS}
+    for name, points in sweeps.items():
+        if name in SWEEPS:  # a later version may know others
+            charts |= {f"Sweep: {series.axis}": sweep_chart(series) for series in series_of(name, points)}
     return environment.get_template("report.html").render(
         result=result,
         headline=headline(result),

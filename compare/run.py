@@ -15,6 +15,7 @@ from .ceilings import ceilings
 from .environment import cuda_visible, environment, gpu
 from .line import Worker
 from .models import encode_prompts, model_config, weight_bytes
+from .turns import Turns
 from .workload import VARIANTS, Variant, Workload, why_not
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 class Plan:
     """How to measure: timed blocks and generations a variant, and whether driver calls are counted.
 
-    ``cold``: lengths of generations timed from a decoder on that has compiled and captured nothing.
+    ``cold``: lengths of generations timed from a decoder on that has compiled and captured nothing;
+    ``recapture``: steps between two recordings of a graph; ``prefill``: prompt lengths timed with and without one.
     No variant is begun after ``prepare_limit`` seconds of preparing others of its framework.
     ``xla_flags`` become XLA_FLAGS of the JAX worker, ``xla_options`` compiler options of its steps.
     """
@@ -36,14 +38,26 @@ class Plan:
     xla_options: Mapping[str, str] = field(default_factory=dict)
     prepare_limit: float = float("inf")
     cold: tuple[int, ...] = ()
+    recapture: tuple[int, ...] = ()
+    prefill: tuple[int, ...] = ()
 
 
-def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Plan | None = None) -> dict[str, Any]:
+def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Plan | None = None, turns: Turns | None = None) -> dict[str, Any]:
     """Measure every variant that this machine can run; the others say why not. Returns a result object.
 
-    Workers prepare side by side where memory allows; while one is timed, nothing else runs.
+    Workers prepare side by side where memory allows; while one is timed, nothing else runs. With
+    ``turns`` comparisons in other threads prepare at the same time, too.
     """
-    plan, cuda = plan or Plan(), cuda_visible()
+    turns = turns or Turns()
+    try:
+        plan, cuda = plan or Plan(), cuda_visible()
+        return _compared(workload, variants, plan, cuda, turns)
+    except BaseException:
+        turns.give_up()  # once too often if the turn was taken: it counts no further down than to nobody
+        raise
+
+
+def _compared(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], turns: Turns) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         jobs, prompts = [], encode_prompts(workload)
         for framework in ("transformers", "torch", "jax"):
@@ -51,14 +65,16 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
             if wanted or framework == "transformers":  # it makes the reference
                 log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
                 jobs.append({**_job(framework, workload, wanted, plan, cuda, Path(name)), "prompts": prompts})
-        measured = measure(jobs, Path(name), together=_room_for_all(workload, cuda))
+        measured = measure(jobs, Path(name), room_for_all(workload, cuda, turns.count), turns)
     for variant in variants:
         reason = why_not(variant, cuda, workload.batch)
         if reason is not None:
             measured.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
     order = {v: i for i, v in enumerate(variants)}
     measured.sort(key=lambda r: order[results.variant_of(r)])
-    return results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, ceilings(cuda["torch"]), measured)
+    with turns.alone():
+        limits = ceilings(cuda["torch"])
+    return results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, limits, measured)
 
 
 def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], folder: Path) -> dict[str, Any]:
@@ -73,6 +89,8 @@ def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: 
         "ledger": plan.ledger and cuda[framework],
         "prepare_limit": plan.prepare_limit,
         "cold": list(plan.cold),
+        "recapture": list(plan.recapture),
+        "prefill": list(plan.prefill),
         "xla_flags": plan.xla_flags,
         "xla_options": dict(plan.xla_options),
     }
@@ -86,35 +104,52 @@ def _flags(plan: Plan, gpu: bool) -> dict[str, Any]:
     return {"xla_flags": " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), plan.xla_flags])), "xla_options": options}
 
 
-def measure(jobs: Sequence[Mapping[str, Any]], folder: Path, together: bool) -> list[dict[str, Any]]:
+def measure(jobs: Sequence[Mapping[str, Any]], folder: Path, together: bool, turns: Turns | None = None) -> list[dict[str, Any]]:
     """Run a worker for each job, the reference's first; result objects of all. Raises ResultError without a reference.
 
     ``together``: all prepare at the same time; otherwise each starts when the one before has ended.
     """
+    turns = turns or Turns()
     workers: list[Worker] = []
-    measured: list[dict[str, Any]] = []
+    turns.watch(workers)
     try:
-        if together:
-            workers += [Worker(job, folder, _environ(job)) for job in jobs]
-        for i, job in enumerate(jobs):
-            if not together:
-                workers.append(Worker(job, folder, _environ(job)))
-            if i == 0:
-                workers[0].hear("reference")
-                if not Path(job["reference"]).exists():
-                    raise results.ResultError(f"no parity verdict can be given without a reference: {workers[0].result()}")
-                for worker in workers[1:]:
-                    worker.tell("reference")
-            elif not together:
-                workers[i].tell("reference")
-            for worker in workers[i:]:  # nothing may prepare while this one is timed
-                worker.ready()
-            workers[i].tell("go")
-            measured += _outcome(workers[i], job)
+        if not together:
+            with turns.take():
+                return [found for job in jobs for found in _alone(job, folder, workers, first=job is jobs[0])]
+        workers += [Worker(job, folder, _environ(job)) for job in jobs]
+        _await_reference(workers[0], jobs[0])
+        for worker in workers[1:]:
+            worker.tell("reference")
+        for worker in workers:  # nothing may prepare while one is timed
+            worker.ready()
+        with turns.take():
+            return [found for worker, job in zip(workers, jobs) for found in _timed(worker, job)]
     finally:
         for worker in workers:
             worker.close()
-    return measured
+
+
+def _alone(job: Mapping[str, Any], folder: Path, workers: list[Worker], first: bool) -> list[dict[str, Any]]:
+    """Run a worker from its start to its end; it joins ``workers``."""
+    worker = Worker(job, folder, _environ(job))
+    workers.append(worker)
+    if first:
+        _await_reference(worker, job)
+    else:
+        worker.tell("reference")
+    worker.ready()
+    return _timed(worker, job)
+
+
+def _await_reference(worker: Worker, job: Mapping[str, Any]) -> None:
+    worker.hear("reference")
+    if not Path(job["reference"]).exists():
+        raise results.ResultError(f"no parity verdict can be given without a reference: {worker.result()}")
+
+
+def _timed(worker: Worker, job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    worker.tell("go")
+    return _outcome(worker, job)
 
 
 def _outcome(worker: Worker, job: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -136,11 +171,11 @@ def _environ(job: Mapping[str, Any]) -> dict[str, str]:
     return environ
 
 
-def _room_for_all(workload: Workload, cuda: Mapping[str, bool]) -> bool:
-    """Can three copies of the weights, one of them in float32, lie in half of the memory?"""
+def room_for_all(workload: Workload, cuda: Mapping[str, bool], comparisons: int = 1) -> bool:
+    """Can three copies of the weights, one of them in float32, lie in half of the free memory, for each of so many comparisons?"""
     numbers = weight_bytes(model_config(workload.model), "bfloat16") / 2
     needed = numbers * (4 + 2 * (4 if workload.dtype == "float32" else 2))
-    return needed <= _free_bytes(cuda["torch"]) / 2
+    return needed * comparisons <= _free_bytes(cuda["torch"]) / 2
 
 
 def _free_bytes(cuda: bool) -> int:

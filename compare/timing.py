@@ -31,6 +31,9 @@ class Arm(Protocol):
     def wait(self) -> None:
         """Return when the device has done everything."""
 
+    def doze(self) -> None:
+        """As ``wait``, but leave the processor to others meanwhile."""
+
     def compilations(self) -> int:
         """How often anything was compiled so far."""
 
@@ -104,3 +107,27 @@ def time_generations(generate: Sequence[Callable[[], None]], repeats: int) -> li
             generate[i]()
             seconds[i].append(time.perf_counter() - started)
     return [float(np.median(s)) for s in seconds]
+
+
+def cpu_use(arms: Sequence[Arm], steps: int) -> list[dict[str, float]]:
+    """What each arm asks of the CPU when every step is waited for, as a server does that sends each token on.
+
+    ``spinning_ms`` and ``dozing_ms`` are CPU time of the process a step, ``_share`` the same over
+    the wall time (1: one core all the time). The usual wait of both frameworks spins, so it shows a
+    busy core whatever the device does; a wait that dozes shows the work.
+    """
+    found = []
+    for arm in arms:
+        use: dict[str, float] = {}
+        for name, wait in (("spinning", arm.wait), ("dozing", arm.doze)):
+            arm.restart()
+            arm.steps(WARM_UP_STEPS)
+            wait()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                arm.steps(1)
+                wait()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            use |= {f"{name}_ms": cpu / steps * 1e3, f"{name}_share": cpu / wall}
+        found.append(use)
+    return found

@@ -67,6 +67,8 @@ class Variant:
 # Everything that is or will be compared; the second table says what a machine lacks for a variant.
 VARIANTS = (
     Variant("transformers", "eager"),
+    Variant("transformers", "cuda_graph"),
+    Variant("transformers", "cuda_graph", "compiled"),
     Variant("torch", "eager"),
     Variant("torch", "eager", "compiled"),
     Variant("torch", "cuda_graph"),

@@ -377,6 +377,11 @@ class Decoder:
             sharding = jax.sharding.SingleDeviceSharding(self._runner.device)
             self._runner.programs.set_weights(pack(read_tensors(directory, config), config, model, self._runner.dtype, sharding))
 
+    def release_graphs(self) -> None:
+        """Give the graphs and their memory back, weights and state stay; the next step is compiled anew."""
+        with self._exclusive():
+            self._runner.release_graphs()
+
     def launch_report(self) -> dict[str, Any]:
         """Launch mode, kernels, what each bucket and sampling kind did, and the memory map."""
         plan = self._runner.plan(self.max_batch)

@@ -328,6 +328,12 @@ class StepRunner:
             return False
         return True
 
+    def release_graphs(self) -> None:
+        """Drop every executable, and its graph with it; the next step of each kind is compiled anew."""
+        self._steps.clear()
+        for account in self._accounts.values():
+            account.first_runs_s.clear()
+
     # ---- accounts ------------------------------------------------------------------------------
 
     def _account(self, key: GraphKey) -> StepAccount:

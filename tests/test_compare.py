@@ -18,6 +18,7 @@ import pytest
 
 from compare import results, timing
 from compare.arms import DecoderArm, open_arms
+from compare.bench import judge_all
 from compare.claims import CLAIMS
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
@@ -30,7 +31,6 @@ from compare.report import headline, render
 from compare.run import Plan, compare, measure
 from compare.tables import BEGIN, END, launch_table, with_table
 from compare.timing import MeasurementError, time_steps
-from compare.worker import judge_all
 from compare.workload import VARIANTS, Variant, Workload, why_not
 from tests.helpers import copy_of, edit_config, edit_tensors, numpy
 from tests.recorders import graph_decoder
@@ -140,6 +140,9 @@ class FakeArm:
         time.sleep(self.step_s * self.queued)
         self.queued = 0
 
+    def doze(self) -> None:
+        self.wait()
+
     def compilations(self) -> int:
         return int(self.compiles_at is not None and self.done >= self.compiles_at)
 
@@ -147,8 +150,24 @@ class FakeArm:
 def test_the_clock_waits_for_the_device():
     """A clock that stopped when the calls return would read microseconds for both."""
     short, long = time_steps([FakeArm(0.002), FakeArm(0.02)], rounds=4, steps_available=64)
-    assert 2 <= short["step_ms"]["p50"] < 4 and 20 <= long["step_ms"]["p50"] < 24
+    assert 2 <= short["step_ms"]["p50"] < 10 and 20 <= long["step_ms"]["p50"] < 40
     assert short["host_dispatch_us"] < 500
+
+
+def test_a_wait_that_spins_is_told_from_one_that_dozes():
+    class Spinning(FakeArm):
+        def wait(self) -> None:
+            until = time.process_time() + self.step_s * self.queued
+            while time.process_time() < until:
+                pass
+            self.queued = 0
+
+        def doze(self) -> None:
+            FakeArm.wait(self)
+
+    (use,) = cpu_use([Spinning(0.02)], 8)
+    assert use["spinning_ms"] >= 20 and use["dozing_ms"] < 10
+    assert use["spinning_share"] > use["dozing_share"] and use["dozing_share"] < 0.5
 
 
 def test_more_repetitions_do_not_change_the_median():
@@ -269,7 +288,7 @@ def test_no_variant_is_begun_after_the_limit(workload, reference):
 
 
 def test_workers_one_by_one_measure_the_same(workload, monkeypatch):
-    monkeypatch.setattr("compare.run._room_for_all", lambda workload, cuda: False)
+    monkeypatch.setattr("compare.run.room_for_all", lambda *arguments: False)
     result = compare(workload, ARMS[:2], Plan(rounds=1, repeats=1))
     assert [v["parity"]["verdict"] for v in result["variants"]] == ["pass", "pass"]
 

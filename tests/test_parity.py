@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compare.ladder import climb, default_tokens
-from compare.parity import compare_logits, kl, kl_ratio
+from compare.parity import Reference, kl, kl_ratio
 from compare.stages import stage_names, suspects
 from tests.helpers import DECODERS, P24, copy_of, decoder, edit_tensors, numpy, reference_logits
 
@@ -22,47 +22,51 @@ def noisy(reference: np.ndarray, scale: float, seed: int = 0) -> np.ndarray:
     return (reference + scale * np.random.default_rng(seed).standard_normal(reference.shape)).astype(np.float32)
 
 
+def verdict_of(ours, reference, dtype, theirs=None):
+    return Reference(reference, theirs).judge(ours, dtype)
+
+
 @pytest.fixture(scope="module")
 def reference():
     return np.random.default_rng(7).standard_normal((2048, 128)).astype(np.float32) * 3
 
 
 def test_float32_verdict_passes_noise_and_fails_beyond_the_bar(reference):
-    assert compare_logits(noisy(reference, 1e-5), reference, "float32").verdict == "pass"
+    assert verdict_of(noisy(reference, 1e-5), reference, "float32").verdict == "pass"
     broken = reference.copy()
     broken[1000, 5] += 2e-3
-    verdict = compare_logits(broken, reference, "float32")
+    verdict = verdict_of(broken, reference, "float32")
     assert verdict.verdict == "fail" and verdict.max_abs == pytest.approx(2e-3, rel=1e-2)
 
 
 def test_logits_that_are_not_finite_fail(reference):
     broken = reference.copy()
     broken[3, 4] = np.nan
-    assert compare_logits(broken, reference, "float32").verdict == "fail"
+    assert verdict_of(broken, reference, "float32").verdict == "fail"
 
 
 def test_another_greedy_token_is_named_unless_it_is_a_tie_within_the_noise(reference):
     swapped = reference.copy()
     top = swapped[17].argmax()
     swapped[17, [top, (top + 1) % 128]] = swapped[17, [(top + 1) % 128, top]]
-    assert compare_logits(swapped, swapped, "float32").first_divergence is None
+    assert verdict_of(swapped, swapped, "float32").first_divergence is None
     tied = np.zeros((4, 8), np.float32)
     tied[:, 3] = 1e-6
     other = np.zeros_like(tied)
     other[:, 2] = 1e-6
-    assert compare_logits(other, tied, "float32").verdict == "pass"
+    assert verdict_of(other, tied, "float32").verdict == "pass"
 
 
 def test_reduced_precision_is_judged_against_transformers_own_error(reference):
     theirs = noisy(reference, 0.05, seed=1)
-    assert compare_logits(noisy(reference, 0.05, seed=2), reference, "bfloat16", theirs).verdict == "pass"
+    assert verdict_of(noisy(reference, 0.05, seed=2), reference, "bfloat16", theirs).verdict == "pass"
     for scale, name in ((0.06, "kl_ratio"), (0.08, "tail_ratio")):
-        verdict = compare_logits(noisy(reference, scale, seed=2), reference, "bfloat16", theirs)
+        verdict = verdict_of(noisy(reference, scale, seed=2), reference, "bfloat16", theirs)
         assert verdict.verdict == "fail" and getattr(verdict, name) > 1.1
 
 
 def test_few_positions_are_said_to_be_few(reference):
-    verdict = compare_logits(noisy(reference[:64], 0.05), reference[:64], "bfloat16", noisy(reference[:64], 0.05, 3))
+    verdict = verdict_of(noisy(reference[:64], 0.05), reference[:64], "bfloat16", noisy(reference[:64], 0.05, 3))
     assert "64 positions" in verdict.reason
 
 
@@ -191,7 +195,7 @@ def test_faults_also_fail_the_verdict_on_decode_steps(which, strong, tmp_path):
             for _ in P24[4:]:
                 handle = d.decode_step(handle)
                 logits.append(numpy(handle.logits)[0].copy())
-        assert compare_logits(np.stack(logits), wanted, "float32").verdict == expected
+        assert verdict_of(np.stack(logits), wanted, "float32").verdict == expected
 
 
 def test_suspects_name_tensors_of_every_stage():

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from compare import sweep
+from compare import series, sweep
 from compare.arguments import SWEEPS
 from compare.claims import FAILS, HOLDS, _lengths
 from compare.cli import main
@@ -26,7 +26,7 @@ def asked(monkeypatch):
     """Stands in for the comparison: notes what it was asked."""
     calls = []
 
-    def fake(workload, variants, plan):
+    def fake(workload, variants, plan, turns=None):
         calls.append(workload)
         made = run(entry("torch eager plain", float(workload.batch)), entry("jax jit plain", 1.0))
         return {**made, "workload": json.loads(json.dumps(workload.__dict__))}
@@ -42,7 +42,7 @@ def test_the_command_line_names_every_sweep():
 def test_a_killed_sweep_goes_on_where_it_stopped(asked, tmp_path, monkeypatch):
     complete = sweep.compare
 
-    def killed(workload, variants, plan):
+    def killed(workload, variants, plan, turns=None):
         if workload.batch == 8:
             raise KeyboardInterrupt
         return complete(workload, variants, plan)
@@ -91,8 +91,9 @@ def test_series_keep_verdicts_and_name_where_a_graph_begins_to_pay():
     eager["cold_generation_s"], graph["cold_generation_s"] = {"16": 0.1, "64": 0.4, "256": 1.6}, {"16": 0.05, "64": 0.45, "256": 0.9}
     loop["cold_generation_s"] = {"16": 0.01, "64": 0.02, "256": 0.03}
     found = [{**run(eager, graph, loop), "sweep": {"name": "new-tokens", "value": "all"}}]
-    assert sweep.series(found)[EAGER] == [("16", 0.1, "pass"), ("64", 0.4, "pass"), ("256", 1.6, "pass")]
-    shown = "\n".join(sweep.lines("new-tokens", found))
+    curves = series.series_of("new-tokens", found)[0].curves
+    assert curves[0].variant == EAGER and curves[0].points == (("16", 0.1, "pass"), ("64", 0.4, "pass"), ("256", 1.6, "pass"))
+    shown = "\n".join(series.lines("new-tokens", found))
     # Quicker at 16 by chance and slower at 64: it stays quicker from 256 on. What fails its parity check counts for nothing.
     assert "m, torch cuda_graph plain, capture included: quicker from 256 new tokens on than torch eager plain" in shown
     assert shown.count("parity fails") == 3 and shown.count("capture included") == 1
@@ -104,7 +105,7 @@ def test_series_keep_verdicts_and_name_where_a_graph_begins_to_pay():
 def test_a_point_that_cannot_be_measured_does_not_end_the_sweep(asked, tmp_path, monkeypatch):
     measure = sweep.compare
 
-    def too_large(workload, variants, plan):
+    def too_large(workload, variants, plan, turns=None):
         if workload.batch == 8:
             raise ResultError("no parity verdict can be given without a reference: out of memory")
         return measure(workload, variants, plan)

@@ -359,6 +359,11 @@ class Decoder:
             verify(read_tensors(directory, config), self._runner.dtype)
             pack(read_tensors(directory, config), config, dict(self.model.named_parameters()))
 
+    def release_graphs(self) -> None:
+        """Give the graphs and their memory back, weights and state stay; the next step records its own anew."""
+        with self._exclusive():
+            self._runner.release_graphs()
+
     def launch_report(self) -> dict[str, Any]:
         """Launch mode, kernels, what each bucket and sampling kind did, and the memory map."""
         plan = self._runner.plan(self.max_batch)

@@ -53,6 +53,7 @@ class StepAccount:
     steps: int = 0
     padded_rows: int = 0  # idle or finished rows that steps computed all the same, summed
     replays: int = 0
+    captures: int = 0
     nodes: int | None = None
     warm_up_s: float | None = None
     capture_s: float | None = None
@@ -260,6 +261,7 @@ class StepRunner:
             recorded = record(step, self.backend, self._addresses, partial(_kept, state, self._control), self._control[2] if key.loop else None)
             self._graphs[key] = recorded
             account = self._account(key)
+            account.captures += 1
             account.nodes, account.warm_up_bytes, account.graph_bytes = recorded.graph.nodes, recorded.warm_up_bytes, recorded.graph_bytes
             account.warm_up_s, account.capture_s, account.instantiate_s = recorded.warm_up_s, recorded.capture_s, recorded.instantiate_s
         return self._graphs[key]
@@ -298,6 +300,15 @@ class StepRunner:
         log.warning("%s, bucket %d, %s: %s; this bucket runs %s from now on", "device_loop" if key.loop else "cuda_graph", key.bucket, key.kind, reason, instead)
         if not quietly:
             raise StepFailed(reason, intact) from error
+
+    def release_graphs(self) -> None:
+        """Give every graph and its memory back; the next step of each kind records its own anew."""
+        if self.backend is None:
+            return
+        if not self.backend.alive():  # waits, too: a graph that runs must not lose its memory
+            raise DeviceError("the CUDA context is lost: end this process and start a new one")
+        self._release_graphs(list(self._graphs))
+        self.backend.return_memory()
 
     def _release_graphs(self, keys: Sequence[GraphKey]) -> None:
         for key in keys:

@@ -1,0 +1,76 @@
+"""What capturing costs: generations from a cold start, graphs recorded again and again, prefill in graphs.
+
+Each takes seconds to minutes, so a plan asks for it by the lengths to measure; sweeps do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arms import DecoderArm, why
+from .prefill import prefill_costs
+from .timing import WARM_UP_STEPS
+
+RECAPTURES, RECAPTURE_LIMIT_S = 3, 20.0  # times that each interval is measured, and seconds for all intervals of an arm
+
+
+def capture_costs(arm: DecoderArm, job: Mapping[str, Any]) -> dict[str, Any]:
+    """What the job asks for of an arm, by name; the reason where it failed, so that what was measured before is kept."""
+    found: dict[str, Any] = {}
+    for name, lengths, measure in (
+        ("cold_generation_s", job["cold"], cold_generations),
+        ("recapture_ms", job["recapture"], recaptures),
+        ("prefill", job["prefill"], prefill_costs),
+    ):
+        try:
+            found |= {name: measure(arm, lengths)} if lengths else {}
+        except Exception as error:
+            found[f"{name}_not_measured"] = why(error)
+    return found
+
+
+def cold_generations(arm: DecoderArm, lengths: Sequence[int]) -> dict[str, float]:
+    """Seconds of a generation of each length by a decoder of the same weights whose step is not compiled or captured yet: that, prefill, and every step.
+
+    JAX's prefill is compiled before: decoders of the same weights share it.
+    """
+    return {str(n): _cold_generation_s(arm, n) for n in lengths}
+
+
+def _cold_generation_s(arm: DecoderArm, new_tokens: int) -> float:
+    started = time.perf_counter()
+    with arm.decoder.with_options(launch=arm.variant.launch) as cold:
+        handle = cold.decode_steps(cold.prefill(arm.prompts, **arm.sampling()), new_tokens - 1)  # prefill makes the first token
+        np.asarray(handle.tokens.cpu() if hasattr(handle.tokens, "cpu") else handle.tokens)
+        return time.perf_counter() - started
+
+
+def recaptures(arm: DecoderArm, intervals: Sequence[int]) -> dict[str, float]:
+    """ms a step when the graph is thrown away every so many steps and recorded anew, for each interval, the longest first.
+
+    JAX compiles anew, as an executable and its graph are one. An interval is left out once
+    RECAPTURE_LIMIT_S is used up, or where the cache does not hold as many steps.
+    """
+    found: dict[str, float] = {}
+    began, room = time.perf_counter(), arm.steps_available()
+    for interval in sorted(intervals, reverse=True):
+        if interval > room - WARM_UP_STEPS or time.perf_counter() - began > RECAPTURE_LIMIT_S:
+            continue
+        found[str(interval)] = float(np.median([_interval_s(arm, interval) for _ in range(RECAPTURES)])) * 1e3
+    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+
+def _interval_s(arm: DecoderArm, steps: int) -> float:
+    """Seconds a step of ``steps`` steps, the graph lost before the first."""
+    arm.restart()
+    arm.steps(WARM_UP_STEPS)
+    arm.wait()
+    started = time.perf_counter()
+    arm.decoder.release_graphs()
+    arm.steps(steps)
+    arm.wait()
+    return (time.perf_counter() - started) / steps

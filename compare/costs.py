@@ -14,6 +14,7 @@ import numpy as np
 from .arms import DecoderArm, why
 from .prefill import prefill_costs
 from .timing import WARM_UP_STEPS
+from .workload import NEEDS_CUDA
 
 RECAPTURES, RECAPTURE_LIMIT_S = 3, 20.0  # times that each interval is measured, and seconds for all intervals of an arm
 
@@ -27,7 +28,8 @@ def capture_costs(arm: DecoderArm, job: Mapping[str, Any]) -> dict[str, Any]:
         ("prefill", job["prefill"], prefill_costs),
     ):
         try:
-            found |= {name: measure(arm, lengths)} if lengths else {}
+            if lengths and (figures := measure(arm, lengths)):
+                found[name] = figures
         except Exception as error:
             found[f"{name}_not_measured"] = why(error)
     return found
@@ -52,10 +54,12 @@ def _cold_generation_s(arm: DecoderArm, new_tokens: int) -> float:
 def recaptures(arm: DecoderArm, intervals: Sequence[int]) -> dict[str, float]:
     """ms a step when the graph is thrown away every so many steps and recorded anew, for each interval, the longest first.
 
-    JAX compiles anew, as an executable and its graph are one. An interval is left out once
+    Of arms that run in graphs; empty for others. JAX compiles anew, as an executable and its graph are one. An interval is left out once
     RECAPTURE_LIMIT_S is used up, or where the cache does not hold as many steps.
     """
     found: dict[str, float] = {}
+    if arm.variant.launch not in NEEDS_CUDA:
+        return found
     began, room = time.perf_counter(), arm.steps_available()
     for interval in sorted(intervals, reverse=True):
         if interval > room - WARM_UP_STEPS or time.perf_counter() - began > RECAPTURE_LIMIT_S:

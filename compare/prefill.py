@@ -86,7 +86,7 @@ def _torch(decoder: Any, prompt: Sequence[int]) -> Prefill:
         return cache.layers[-1][:, 0, :, : len(prompt)].float().cpu().numpy()
 
     recorded = record(work, runner.backend, tuple, nullcontext)
-    return Prefill(work, recorded.graph.replay, recorded.capture_s + recorded.instantiate_s, lambda: cache.layers[-1][0, 0, 0, 0].item(), last_layer)
+    return Prefill(work, recorded.graph.replay, recorded.capture_s + recorded.instantiate_s, lambda: cache.layers[-1].flatten()[0].item(), last_layer)
 
 
 def _jax(decoder: Any, prompt: Sequence[int]) -> Prefill:

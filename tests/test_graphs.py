@@ -502,6 +502,26 @@ def test_closing_releases_every_graph(graphs):
         graphs.generate([[1]], max_new_tokens=1)
 
 
+def test_released_graphs_are_recorded_anew_and_the_state_goes_on(one_graph, eager):
+    ours, theirs = (d.prefill(PROMPTS[:1]) for d in (one_graph, eager))
+    ours, theirs = (d.decode_steps(s, 3) for d, s in ((one_graph, ours), (eager, theirs)))
+    returned = one_graph.backend.memory_returned
+    one_graph.release_graphs()
+    assert one_graph.backend.open_graphs == 0 and one_graph.backend.memory_returned == returned + 1
+    ours, theirs = (d.decode_steps(s, 3) for d, s in ((one_graph, ours), (eager, theirs)))
+    assert bits(ours.peek()) == bits(theirs.peek())
+    report = reports(one_graph)[1, "greedy"]
+    assert report["captures"] == one_graph.backend.reached.count("capture") == 2 and report["replays"] == report["steps"] == 7
+    eager.release_graphs()  # there are none, which is no error
+
+
+def test_graphs_of_a_lost_device_are_not_released(one_graph):
+    one_graph.generate(PROMPTS[:1], max_new_tokens=2)
+    one_graph.backend.is_alive = False
+    with pytest.raises(DeviceError, match="new one"):
+        one_graph.release_graphs()
+
+
 def test_nothing_of_a_closed_decoder_stays_in_memory(path):
     """The weights of a closed decoder must be free for the next one."""
     import weakref

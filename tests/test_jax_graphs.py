@@ -337,6 +337,16 @@ def test_a_result_that_cannot_be_read_means_a_lost_device(path, monkeypatch):
             made.generate(PROMPTS[:1], max_new_tokens=3)
 
 
+def test_released_executables_are_compiled_anew_and_the_state_goes_on(path, plain):
+    with graph_decoder(path, max_batch=1) as made:
+        ours, theirs = (d.decode_steps(d.prefill(PROMPTS[:1]), 4) for d in (made, plain))
+        made.release_graphs()
+        ours, theirs = (d.decode_steps(s, 5) for d, s in ((made, ours), (plain, theirs)))
+        assert ours.ring.tolist() == theirs.ring.tolist()
+        (report,) = made.launch_report()["graphs"]
+        assert report["compilations"] == 2 and len(report["first_runs_s"]) == 3, "a new executable records again"
+
+
 def test_closing_drops_executables_and_states(graphs):
     graphs.generate(PROMPTS[:2], max_new_tokens=2)
     runner = graphs._runner

@@ -56,6 +56,16 @@ def test_a_killed_sweep_goes_on_where_it_stopped(asked, tmp_path, monkeypatch):
     assert [w.batch for w in asked] == [1, 2, 4, 8, 16, 32, 64] == [r["workload"]["batch"] for r in found]
 
 
+def test_points_prepared_side_by_side_are_the_same_points(asked, tmp_path):
+    found = sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path, at_once=3)
+    assert [r["workload"]["batch"] for r in found] == [1, 2, 4, 8, 16, 32, 64]
+    assert sorted(w.batch for w in asked) == [1, 2, 4, 8, 16, 32, 64] and len(list(tmp_path.iterdir())) == 7
+    asked.clear()
+    (tmp_path / "batch-8.json").unlink()
+    sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path, at_once=3)
+    assert [w.batch for w in asked] == [8]
+
+
 def test_a_damaged_point_and_one_of_another_question_are_measured_again(asked, tmp_path, caplog):
     sweep.run_sweep("batch", SHAPE, [EAGER, JIT], Plan(), tmp_path)
     (tmp_path / "batch-4.json").write_text((tmp_path / "batch-4.json").read_text()[:100])
@@ -134,6 +144,23 @@ def test_cold_generations_are_measured_and_printed(strong, tmp_path, monkeypatch
     for v in by_label.values():
         assert list(v["cold_generation_s"]) == ["2", "12"] and all(0 < s < 120 for s in v["cold_generation_s"].values())
     assert "s a cold generation" in capsys.readouterr().out
+
+
+def test_series_of_recaptures_and_prefill_say_what_pays():
+    eager, graph = entry("torch eager plain", 2.0), entry("torch cuda_graph plain", 1.0)
+    graph["recapture_ms"] = {"1": 30.0, "16": 2.5, "64": 1.4}
+    figures = {"capture_s": 0.05, "differing_bits": 0}
+    graph["prefill"] = {
+        "16": {"eager_ms": 10.0, "graph_ms": 5.0, "calls_to_pay_back": 10.0, **figures},
+        "512": {"eager_ms": 10.0, "graph_ms": 10.0, "calls_to_pay_back": None, **figures},
+    }
+    found = [{**run(eager, graph), "sweep": {"name": "capture-costs", "value": "all"}}]
+    assert [s.unit for s in series.series_of("capture-costs", found)] == ["ms a step", "ms a prefill"]
+    assert [c.name for c in series.series_of("capture-costs", found)[1].curves] == ["torch cuda_graph plain (no graph)", "torch cuda_graph plain (in a graph)"]
+    assert series.recaptures(found) == [("m, torch cuda_graph plain: recording anew pays if a graph serves 64 steps", 64)]
+    assert [(length, calls) for _, length, calls in series.prefill_pay_back(found)] == [(16, 10.0), (512, None)]
+    shown = "\n".join(series.lines("capture-costs", found))
+    assert "prompt of 512 tokens: 10.00 ms become 10.00, which never pays its capture" in shown and "1: 30.000  16: 2.500  64: 1.400" in shown
 
 
 def test_a_sweep_writes_into_a_folder(strong, tmp_path, capsys):

@@ -68,6 +68,9 @@ class DecoderArm:
     def doze(self) -> None:
         doze(self.handle.tokens)
 
+    def mark(self) -> Any:
+        return cuda_event(self.handle.tokens)
+
     def compilations(self) -> int:
         graphs = sum(graph.get("compilations", 0) for graph in self.decoder.launch_report()["graphs"])
         return graphs + (_dynamo_compilations() if self.variant.kernels == "compiled" else 0)
@@ -136,6 +139,17 @@ def doze(array: Any) -> None:
         event = torch.cuda.Event(blocking=True)
         event.record()
         event.synchronize()
+
+
+def cuda_event(array: Any) -> Any:
+    """A CUDA event recorded on the stream that steps run on; None for JAX, which gives none, and on a CPU."""
+    if not getattr(array, "is_cuda", False):
+        return None
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _dynamo_compilations() -> int:

@@ -20,6 +20,7 @@ from .trace import trace_arms
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant, Workload
 
 CPU_STEPS = 32  # for which CPU time is measured
+TRACED_MAY_EXCEED = 0.05  # part by which kernels under CUPTI may last longer than the step without it
 
 
 def judge_all(arms: Sequence[Any], workload: Workload, reference: Reference) -> list[Verdict]:
@@ -87,8 +88,22 @@ def result_of(arm: Any, verdict: Verdict, clocks: dict[str, Any], seconds: float
 
 def looked_into(arms: Sequence[Any], measured: Sequence[dict[str, Any]], job: Mapping[str, Any], line: Line) -> list[dict[str, Any]]:
     """The results with driver calls and traced steps, if the job asks for them. Nothing may be timed in this process afterwards."""
-    if not job["ledger"] or not arms:
+    if not arms or not job["ledger"]:
         return list(measured)
     line.say("timed")
     counted = [with_counts(result, ledger) for result, ledger in zip(measured, count_arms(arms))]
-    return [{**result, "timeline": timeline} for result, timeline in zip(counted, trace_arms(arms))]
+    return [{**result, "timeline": timeline, **idle(result, timeline)} for result, timeline in zip(counted, trace_arms(arms))]
+
+
+def idle(result: dict[str, Any], timeline: dict[str, Any]) -> dict[str, Any]:
+    """``device_busy_us``, ``launch_gap_us`` (the rest of the untraced step) and ``idle_share``; the reason where clocks contradict each other."""
+    if "busy_us" not in timeline:
+        return {}
+    step_us, busy_us = result["step_ms"]["p50"] * 1e3, timeline["busy_us"]
+    if busy_us > step_us * (1 + TRACED_MAY_EXCEED):
+        return {
+            "device_busy_us": busy_us,
+            "idle_not_measured": f"the trace says that the device was busy for {busy_us:.0f} µs of a step of {step_us:.0f} µs: tracing stretched the kernels",
+        }
+    gap_us = max(0.0, step_us - busy_us)
+    return {"device_busy_us": busy_us, "launch_gap_us": gap_us, "idle_share": gap_us / step_us}

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from .timing import STEPS_A_BLOCK, harness_us
+
 NODES = (1, 10, 100, 1000)  # of the graphs whose launch is timed
 _REPEATS, _LIMIT_S = 10, 120
 
 
 @lru_cache
 def ceilings(cuda: bool) -> dict[str, Any]:
-    """Measured once a process: ``copy_gb_per_s`` of the host's memory and, with a GPU, what ``device_ceilings`` gives; an ``error`` in its place if that failed."""
-    found: dict[str, Any] = {"copy_gb_per_s": host_copy_bandwidth()}
+    """Measured once a process: ``copy_gb_per_s`` of the host's memory, ``harness_us`` a step that measuring adds, and, with a GPU, what ``device_ceilings`` gives; an ``error`` in its place if that failed."""
+    found: dict[str, Any] = {"copy_gb_per_s": host_copy_bandwidth(), "harness_us": harness_us(STEPS_A_BLOCK["cuda" if cuda else "cpu"])}
     if not cuda:
         return found
     try:

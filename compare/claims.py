@@ -97,7 +97,7 @@ def _formula(found: Results) -> Finding:
 
 def _idle(which: int, good: Callable[[float], bool]) -> Callable[[Results], Finding]:
     def share(before: dict[str, Any], after: dict[str, Any]) -> float | None:
-        return (before, after)[which].get("timeline", {}).get("idle_share")
+        return (before, after)[which].get("idle_share")
 
     return lambda found: _measure(found, share, "{:.0%} idle", good)
 

@@ -65,7 +65,7 @@ def measure_transformers(workload: Workload, job: dict[str, Any], line: Line) ->
     line.say("ready")
     line.wait("go")
     measured = [generation.measure(job["repeats"], device)] if generation else []
-    measured += looked_into(arms, time_all(arms, verdicts, workload, job["rounds"], job["repeats"], job["device"]), job, line)
+    measured += looked_into(arms, time_all(arms, verdicts, workload, job["rounds"], job["repeats"], device), job, line)
     return measured + failures
 
 

@@ -18,7 +18,7 @@ from transformers import StaticCache
 
 from torch_decoder.graphs import Backend, CudaBackend, Recorded, record
 
-from .arms import doze
+from .arms import cuda_event, doze
 from .models import model_config
 from .timing import MeasurementError
 from .workload import Variant, Workload
@@ -115,6 +115,9 @@ class StaticPeer:
 
     def doze(self) -> None:
         doze(self._tokens)
+
+    def mark(self) -> Any:
+        return cuda_event(self._tokens)
 
     def compilations(self) -> int:
         from torch._dynamo.utils import counters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from .statistics import FEWEST, drift, median_interval
 STEPS_A_BLOCK = {"cpu": 4, "cuda": 32}  # on a GPU many, so that starting and waiting weigh little
 STEPS_IN_FLIGHT = 8  # of which the host's time to enqueue is taken: a full queue would make it the device's
 WARM_UP_STEPS = 3
+CLOCKS_AGREE = 0.02  # part by which the device's clock may exceed the host's
 
 
 class MeasurementError(Exception):
@@ -34,6 +35,9 @@ class Arm(Protocol):
     def doze(self) -> None:
         """As ``wait``, but leave the processor to others meanwhile."""
 
+    def mark(self) -> Any:
+        """A CUDA event recorded now, with ``elapsed_time``; None where the framework gives none."""
+
     def compilations(self) -> int:
         """How often anything was compiled so far."""
 
@@ -41,9 +45,10 @@ class Arm(Protocol):
 def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: int = STEPS_A_BLOCK["cpu"], between: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """Time decode steps of all arms, interleaved ABBA; one result an arm.
 
-    Each sample is the wall time of ``block`` steps ended by a wait, divided by their number.
-    ``steps_available`` is how many steps fit between restarts; ``between`` is called before each round. Raises MeasurementError if a step
-    compiled something while it was timed.
+    Each sample is the wall time of ``block`` steps ended by a wait, divided by their number; ``event_ms``
+    is the same by CUDA events, where there are any. ``steps_available`` is how many steps fit between
+    restarts; ``between`` is called before each round. Raises MeasurementError if a step compiled
+    something while it was timed, or if the device's clock shows more time than the host's.
     """
     block = min(block, steps_available - WARM_UP_STEPS)
     for arm in arms:
@@ -54,9 +59,7 @@ def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: in
         arm.restart()
         arm.wait()
     before = [arm.compilations() for arm in arms]
-    samples: list[list[float]] = [[] for _ in arms]
-    dispatch: list[list[float]] = [[] for _ in arms]
-    cpu: list[list[float]] = [[] for _ in arms]
+    blocks: list[list[Block]] = [[] for _ in arms]
     left = [steps_available] * len(arms)
     for round_number in range(rounds):
         between()
@@ -66,28 +69,65 @@ def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: in
                 arms[i].restart()
                 left[i] = steps_available
             left[i] -= block
-            step_s, dispatch_s, cpu_s = _block(arms[i], block)
-            samples[i].append(step_s * 1e3)
-            dispatch[i].append(dispatch_s * 1e6)
-            cpu[i].append(cpu_s * 1e3)
+            blocks[i].append(_block(arms[i], block))
     for arm, count in zip(arms, before):
         if arm.compilations() != count:
             raise MeasurementError(f"{arm}: {arm.compilations() - count} compilations inside the measurement: its times mean nothing")
-    return [{"step_ms": quantiles(s), "host_dispatch_us": float(np.median(d)), "cpu_ms_per_step": float(np.median(c))} for s, d, c in zip(samples, dispatch, cpu)]
+    return [_clocks(arm, of_arm) for arm, of_arm in zip(arms, blocks)]
 
 
-def _block(arm: Arm, steps: int) -> tuple[float, float, float]:
-    """Seconds a step: wall, to enqueue one of the first few, and CPU time of the process."""
+class Block(NamedTuple):
+    """Seconds a step: wall, to enqueue one of the first few, CPU time of the process, and by CUDA events."""
+
+    wall_s: float
+    dispatch_s: float
+    cpu_s: float
+    event_s: float | None
+
+
+def _block(arm: Arm, steps: int) -> Block:
     arm.wait()
     first = min(steps, STEPS_IN_FLIGHT)
-    started, cpu_started = time.perf_counter(), time.process_time()
+    started, cpu_started, begin = time.perf_counter(), time.process_time(), arm.mark()
     arm.steps(first)
     enqueued = time.perf_counter()
     if steps > first:
         arm.steps(steps - first)
+    end = arm.mark()
     arm.wait()
     ended, cpu_ended = time.perf_counter(), time.process_time()
-    return (ended - started) / steps, (enqueued - started) / first, (cpu_ended - cpu_started) / steps
+    event_s = None if begin is None else begin.elapsed_time(end) / 1e3 / steps
+    return Block((ended - started) / steps, (enqueued - started) / first, (cpu_ended - cpu_started) / steps, event_s)
+
+
+def _clocks(arm: Arm, blocks: Sequence[Block]) -> dict[str, Any]:
+    """A result's clocks. Raises MeasurementError if they contradict each other."""
+    step_ms = quantiles([block.wall_s * 1e3 for block in blocks])
+    found = {"step_ms": step_ms, "host_dispatch_us": float(np.median([b.dispatch_s for b in blocks])) * 1e6, "cpu_ms_per_step": float(np.median([b.cpu_s for b in blocks])) * 1e3}
+    events = [block.event_s * 1e3 for block in blocks if block.event_s is not None]
+    if not events:
+        return found
+    event_ms = float(np.median(events))
+    if event_ms > step_ms["p50"] * (1 + CLOCKS_AGREE):
+        raise MeasurementError(f"{arm}: CUDA events say {event_ms:.4f} ms a step, the host's clock {step_ms['p50']:.4f}: one of them is wrong")
+    return {**found, "event_ms": event_ms}
+
+
+def harness_us(block: int, blocks: int = 50) -> float:
+    """µs a step that the harness itself adds: the clock's reading of steps that do nothing."""
+    return time_steps([_Nothing()], blocks, block * (blocks + 1), block)[0]["step_ms"]["p50"] * 1e3
+
+
+class _Nothing:
+    """An arm whose steps do nothing."""
+
+    def restart(self) -> None: ...
+    def steps(self, count: int) -> None: ...
+    def wait(self) -> None: ...
+    def doze(self) -> None: ...
+    def mark(self) -> None: ...
+    def compilations(self) -> int:
+        return 0
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, Any]:

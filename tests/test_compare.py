@@ -18,7 +18,7 @@ import pytest
 
 from compare import results, timing
 from compare.arms import DecoderArm, open_arms
-from compare.bench import judge_all
+from compare.bench import idle, judge_all
 from compare.claims import CLAIMS
 from compare.cli import main, xla_settings
 from compare.environment import cuda_visible
@@ -30,7 +30,7 @@ from compare.peer import measure_transformers
 from compare.report import headline, render
 from compare.run import Plan, compare, measure
 from compare.tables import BEGIN, END, launch_table, with_table
-from compare.timing import MeasurementError, cpu_use, time_steps
+from compare.timing import MeasurementError, cpu_use, harness_us, time_steps
 from compare.workload import VARIANTS, Variant, Workload, why_not
 from tests.helpers import copy_of, edit_config, edit_tensors, numpy
 from tests.recorders import graph_decoder
@@ -143,6 +143,9 @@ class FakeArm:
     def doze(self) -> None:
         self.wait()
 
+    def mark(self) -> None:
+        return None
+
     def compilations(self) -> int:
         return int(self.compiles_at is not None and self.done >= self.compiles_at)
 
@@ -152,6 +155,38 @@ def test_the_clock_waits_for_the_device():
     short, long = time_steps([FakeArm(0.002), FakeArm(0.02)], rounds=4, steps_available=64)
     assert 2 <= short["step_ms"]["p50"] < 10 and 20 <= long["step_ms"]["p50"] < 40
     assert short["host_dispatch_us"] < 500
+
+
+class Event:
+    """A CUDA event of a device whose clock says ``ms`` between any two."""
+
+    def __init__(self, ms: float):
+        self.ms = ms
+
+    def elapsed_time(self, end: Event) -> float:
+        return self.ms
+
+
+def test_a_device_clock_that_contradicts_the_hosts_is_an_error():
+    arm = FakeArm(0.005)
+    arm.mark = lambda: Event(4 * 5.0)
+    (found,) = time_steps([arm], rounds=3, steps_available=64)
+    assert found["event_ms"] == pytest.approx(5.0) and found["step_ms"]["p50"] >= 5.0
+    arm.mark = lambda: Event(4 * 50.0)
+    with pytest.raises(MeasurementError, match="one of them is wrong"):
+        time_steps([arm], rounds=3, steps_available=64)
+
+
+def test_idle_time_is_what_the_untraced_step_leaves():
+    step = {"step_ms": {"p50": 2.0}}
+    assert idle(step, {"busy_us": 500.0}) == {"device_busy_us": 500.0, "launch_gap_us": 1500.0, "idle_share": 0.75}
+    assert idle(step, {"busy_us": 2050.0})["idle_share"] == 0.0, "within what tracing may stretch"
+    assert "idle_share" not in idle(step, {"busy_us": 2500.0}) and "stretched" in idle(step, {"busy_us": 2500.0})["idle_not_measured"]
+    assert idle(step, {"not_measured": "no CUPTI"}) == {}
+
+
+def test_the_harness_adds_little():
+    assert 0 < harness_us(32) < 2, "µs a step"
 
 
 def test_a_wait_that_spins_is_told_from_one_that_dozes():

@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--prompt-tokens", type=int, help="length of every prompt, of ids made by a rule (default: short texts)")
     run.add_argument("--sweep", choices=SWEEPS, help="measure at many points, each in a file of its own in the folder --out; run again to go on where it stopped")
     run.add_argument("--at-once", type=int, default=1, help="points of a sweep that are prepared side by side, and timed one after the other (default: %(default)s)")
+    run.add_argument("--processes", type=int, default=1, help="time everything so often, in fresh processes each time, and say how far the runs agree (default: %(default)s)")
     run.add_argument("--rounds", type=int, default=12, help="timed blocks of steps for each variant: 4 on a CPU, 32 on a GPU (default: %(default)s)")
     run.add_argument("--repeats", type=int, default=3, help="timed generations for each variant (default: %(default)s)")
     run.add_argument("--only", nargs="+", metavar="WORD", help="only variants whose label holds one of these words")

@@ -30,7 +30,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.sweep != "models":
         model_config(workload.model)  # bad input is found before any worker starts
     variants = chosen(args.only, args.without)
-    plan = Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit)
+    for name in ("at_once", "processes", "rounds", "repeats"):
+        if getattr(args, name) < 1:
+            raise results.ResultError(f"--{name.replace('_', '-')} is {getattr(args, name)}, expected at least 1")
+    if args.at_once > 1 and args.processes > 1:
+        raise results.ResultError("--at-once and --processes are both above 1: points prepared side by side are timed in one set of processes, leave one of them out")
+    plan = Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit, processes=args.processes)
     if args.sweep:
         return _sweep(args, workload, variants, plan)
     result = compare(workload, variants, plan)
@@ -43,6 +48,9 @@ def _run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         print_table(result)
+    if result.get("interrupted"):
+        print(f"compare: interrupted; {args.out} holds what was measured until then", file=sys.stderr)
+        return 2
     return 0 if _good(result) else 1
 
 
@@ -54,8 +62,6 @@ def _sweep(args: argparse.Namespace, workload: Workload, variants: Sequence[Vari
     folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).with_name(f"sweep-{args.sweep}{asked}-{args.dtype}")
     if folder.suffix == ".json":
         raise results.ResultError(f"--out is {args.out}, expected a folder: a sweep writes a file a point")
-    if args.at_once < 1:
-        raise results.ResultError(f"--at-once is {args.at_once}, expected at least 1")
     found = run_sweep(args.sweep, workload, variants, plan, folder, args.at_once)
     print(json.dumps(found) if args.json else "\n".join([*lines(args.sweep, found), str(folder)]))
     return 0 if all(map(_good, found)) else 1

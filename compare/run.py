@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from .ceilings import ceilings
 from .environment import cuda_visible, environment, gpu
 from .line import Worker
 from .models import encode_prompts, model_config, weight_bytes
+from .repeats import merged
 from .turns import Turns
 from .workload import VARIANTS, Variant, Workload, why_not
 
 log = logging.getLogger(__name__)
+INTERRUPTED = "interrupted before it was timed"
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Plan:
 
     ``cold``: lengths of generations timed from a decoder on that has compiled and captured nothing;
     ``recapture``: steps between two recordings of a graph; ``prefill``: prompt lengths timed with and without one.
+    ``processes``: how often everything is timed in fresh processes; driver calls and costs are of the first.
     No variant is begun after ``prepare_limit`` seconds of preparing others of its framework.
     ``xla_flags`` become XLA_FLAGS of the JAX worker, ``xla_options`` compiler options of its steps.
     """
@@ -40,6 +43,7 @@ class Plan:
     cold: tuple[int, ...] = ()
     recapture: tuple[int, ...] = ()
     prefill: tuple[int, ...] = ()
+    processes: int = 1
 
 
 def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Plan | None = None, turns: Turns | None = None) -> dict[str, Any]:
@@ -58,23 +62,45 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
 
 
 def _compared(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], turns: Turns) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        jobs, prompts = [], encode_prompts(workload)
-        for framework in ("transformers", "torch", "jax"):
-            wanted = [v for v in variants if v.framework == framework and why_not(v, cuda, workload.batch) is None]
-            if wanted or framework == "transformers":  # it makes the reference
-                log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
-                jobs.append({**_job(framework, workload, wanted, plan, cuda, Path(name)), "prompts": prompts})
-        measured = measure(jobs, Path(name), room_for_all(workload, cuda, turns.count), turns)
-    for variant in variants:
-        reason = why_not(variant, cuda, workload.batch)
-        if reason is not None:
-            measured.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason})
+    prompts, runs, interrupted = encode_prompts(workload), [], False
+    with tempfile.TemporaryDirectory() as kept:
+        for number in range(plan.processes):
+            if number:
+                log.info("once more in fresh processes (%d of %d)", number + 1, plan.processes)
+                plan = replace(plan, ledger=False, cold=(), recapture=(), prefill=())
+            try:
+                runs.append(_one_run(workload, variants, plan, cuda, prompts, Turns() if number else turns, kept))
+            except KeyboardInterrupt as stop:  # what was measured is kept
+                if not runs and not isinstance(stop, Interrupted):
+                    raise
+                runs = runs or [stop.measured]
+                interrupted = True
+                break
+    measured = merged(runs)
+    measured += [_absent(v, workload, reason) for v in variants if (reason := why_not(v, cuda, workload.batch)) is not None]
     order = {v: i for i, v in enumerate(variants)}
     measured.sort(key=lambda r: order[results.variant_of(r)])
     with turns.alone():
         limits = ceilings(cuda["torch"])
-    return results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, limits, measured)
+    made = results.make(asdict(workload), {**environment(), **_flags(plan, cuda["jax"])}, limits, measured)
+    return {**made, "interrupted": True} if interrupted else made
+
+
+def _one_run(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], prompts: list[list[int]], turns: Turns, kept: str) -> list[dict[str, Any]]:
+    """What the workers of one set of processes measured. ``kept``: a folder for what JAX compiled, which a later set need not compile again."""
+    with tempfile.TemporaryDirectory() as name:
+        jobs = []
+        for framework in ("transformers", "torch", "jax"):
+            wanted = [v for v in variants if v.framework == framework and why_not(v, cuda, workload.batch) is None]
+            if wanted or framework == "transformers":  # it makes the reference
+                log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
+                job = _job(framework, workload, wanted, plan, cuda, Path(name))
+                jobs.append({**job, "prompts": prompts, "compiled": kept if plan.processes > 1 else ""})
+        return measure(jobs, Path(name), room_for_all(workload, cuda, turns.count), turns)
+
+
+def _absent(variant: Variant, workload: Workload, reason: str) -> dict[str, Any]:
+    return {**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason}
 
 
 def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], folder: Path) -> dict[str, Any]:
@@ -115,7 +141,7 @@ def measure(jobs: Sequence[Mapping[str, Any]], folder: Path, together: bool, tur
     try:
         if not together:
             with turns.take():
-                return [found for job in jobs for found in _alone(job, folder, workers, first=job is jobs[0])]
+                return _each([(job,) for job in jobs], lambda one: _alone(one[0], folder, workers, first=one[0] is jobs[0]))
         workers += [Worker(job, folder, _environ(job)) for job in jobs]
         _await_reference(workers[0], jobs[0])
         for worker in workers[1:]:
@@ -123,10 +149,32 @@ def measure(jobs: Sequence[Mapping[str, Any]], folder: Path, together: bool, tur
         for worker in workers:  # nothing may prepare while one is timed
             worker.ready()
         with turns.take():
-            return [found for worker, job in zip(workers, jobs) for found in _timed(worker, job)]
+            return _each(list(zip(jobs, workers)), lambda pair: _timed(pair[1], pair[0]))
     finally:
         for worker in workers:
             worker.close()
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C after some were timed: ``measured`` holds an entry of every variant, the others' say so."""
+
+    def __init__(self, measured: list[dict[str, Any]]):
+        super().__init__()
+        self.measured = measured
+
+
+def _each(work: Sequence[tuple], measured_by: Callable[[tuple], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Entries of all of ``work``, which begins with a job each. Raises Interrupted with what there is by then."""
+    found: list[dict[str, Any]] = []
+    for number, one in enumerate(work):
+        try:
+            found += measured_by(one)
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            left = [{**v, "batch": job["workload"]["batch"], "bucket": job["workload"]["batch"], "not_measured": INTERRUPTED} for job, *_ in work[number:] for v in job["variants"]]
+            raise Interrupted(found + left) from None
+    return found
 
 
 def _alone(job: Mapping[str, Any], folder: Path, workers: list[Worker], first: bool) -> list[dict[str, Any]]:
@@ -166,6 +214,8 @@ def _environ(job: Mapping[str, Any]) -> dict[str, str]:
     environ = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     if job["framework"] == "jax" and job["xla_flags"]:
         environ["XLA_FLAGS"] = " ".join(filter(None, [os.environ.get("XLA_FLAGS", ""), job["xla_flags"]]))
+    if job.get("compiled"):
+        environ |= {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": job["compiled"], "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     root = Path(__file__).resolve().parents[1]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     return environ

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .gains import gains
+from .repeats import lines as agreement_lines
 from .results import variant_of
 
 COLUMNS = ("parity", "max |Δ|", "step ms p50", "p10 – p90", "tokens/s", "× transformers", "compile s")
@@ -39,6 +40,8 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
         console.print(f"not measured: {', '.join(names)}: {reason}", markup=False)
     for gain in gains(result):
         console.print(f"{gain.cause} alone: {gain.line()}", markup=False)
+    for line in agreement_lines(result):
+        console.print(line, markup=False)
     for framework, reasons in disturbances(result).items():
         console.print(f"disturbed while {framework} was timed: {'; '.join(reasons)}", markup=False)
     gpu = environment["gpu"]["name"] if environment["gpu"] else "no GPU"

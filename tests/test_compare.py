@@ -316,6 +316,36 @@ def test_nothing_prepares_while_a_worker_is_timed(together, tmp_path, monkeypatc
             assert said.index(f"reference to {other}") < said.index(f"{other} ready")
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_an_interruption_keeps_what_was_measured(together, tmp_path, monkeypatch, strong, capsys):
+    """Ctrl-C while torch is timed: the file has transformers' figures, and says why the others have none."""
+
+    class Stopped(FakeWorker):
+        def result(self):
+            if self.name == "torch":
+                raise KeyboardInterrupt
+            return [{**v, "batch": 1, "bucket": 1, **clocks} for v in self.job["variants"]]
+
+    clocks = {"step_ms": {"p10": 1, "p50": 1, "p90": 1, "samples": [1]}, "tokens_per_s": 1, "parity": {"verdict": "pass", "max_abs": 0, "reason": ""}}
+    monkeypatch.setattr("compare.run.Worker", Stopped)
+    monkeypatch.setattr("compare.run.room_for_all", lambda *arguments: together)
+    words = ["run", "--model", str(strong("llama")), "--only", "eager", "jit", "--without", "compiled", "fused", "--out", str(tmp_path / "run.json")]
+    assert main(words) == 2
+    assert "interrupted" in capsys.readouterr().err
+    found = {v["framework"]: v for v in results.load(tmp_path / "run.json")["variants"]}
+    assert "step_ms" in found["transformers"] and found["torch"]["not_measured"] == found["jax"]["not_measured"] == "interrupted before it was timed"
+
+
+def test_an_interruption_before_anything_was_measured_writes_nothing(tmp_path, monkeypatch, strong):
+    class Stopped(FakeWorker):
+        def result(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("compare.run.Worker", Stopped)
+    assert main(["run", "--model", str(strong("llama")), "--only", "transformers", "--out", str(tmp_path / "run.json")]) == 2
+    assert not (tmp_path / "run.json").exists()
+
+
 def test_no_variant_is_begun_after_the_limit(workload, reference):
     arms, failures = open_arms(workload, ARMS, reference["prompts"], reference["tokens"].tolist(), limit_s=0.0)
     assert arms == [] and [f["launch"] for f in failures] == [v.launch for v in ARMS]

@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     timeline.add_argument("--out", default="timeline.json", help="the Chrome trace to write (default: %(default)s)")
     model = commands.add_parser("model", help="step times predicted from launches and kernel times: fitted on the first run, tested on the others")
     model.add_argument("results", nargs="+", help="result files of `compare run` from one GPU; the first one is fitted")
+    model.add_argument("--write", action="store_true", help="also write each prediction into its file, as predicted")
     claims = commands.add_parser("claims", help="each claim about CUDA graphs in decoding, what was measured, and a verdict")
     claims.add_argument("results", nargs="*", default=["compare/results/h200"], help="result files, or folders of them (default: the committed results of an H200)")
     diff = commands.add_parser("diff", help="which variants became slower beyond the noise, or lost their parity: exit 1")

@@ -142,9 +142,15 @@ def _timeline(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> int:
-    from .launch_model import evaluate, lines
+    from .launch_model import evaluate, lines, with_predictions
 
-    print("\n".join(lines(*evaluate(_loaded(args.results)))))
+    files = _files(args.results)
+    found = [results.load(file) for file in files]
+    constants, predictions = evaluate(found)
+    if args.write:
+        for file, result in zip(files, found):
+            results.save(with_predictions(result, constants, predictions), file)
+    print("\n".join(lines(constants, predictions)))
     return 0
 
 
@@ -163,11 +169,16 @@ def _with_committed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _loaded(words: Sequence[str]) -> list[dict[str, Any]]:
-    """The results of files and of folders of files, in order. ResultError if there is none."""
+    """The results of files and of folders of files, in order."""
+    return [results.load(file) for file in _files(words)]
+
+
+def _files(words: Sequence[str]) -> list[Path]:
+    """Result files, and those in folders. ResultError if there is none."""
     files = [file for word in map(Path, words) for file in (sorted(word.glob("*.json")) if word.is_dir() else [word])]
     if not files:
         raise results.ResultError(f"{', '.join(words)}: no result files, expected those of `compare run`: name them, or a folder that holds them")
-    return [results.load(file) for file in files]
+    return files
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from compare.cli import main
-from compare.launch_model import evaluate, fit, median_errors, predict, quickest
-from compare.results import ResultError, save
+from compare.launch_model import evaluate, fit, median_errors, predict, quickest, speed_ups
+from compare.results import ResultError, load, save
 from tests.results import entry, run
 
 LAUNCH_US, GAP_US, WAIT_US = 5.0, 0.8, 6.4
@@ -91,3 +91,42 @@ def test_the_command_prints_constants_predictions_and_errors(tmp_path, capsys):
     assert main(["model", *files]) == 0
     printed = capsys.readouterr().out
     assert "fitted on small" in printed and "large torch cuda_graph plain, graph: predicted 44" in printed and "median error, graph: 0." in printed
+
+
+def test_speed_ups_are_predicted_from_both_steps():
+    _, predictions = evaluate([made("small", 300, 600.0), made("large", 500, 4000.0), made("deep", 900, 900.0)])
+    found = {s.model: s for s in speed_ups(predictions)}
+    assert set(found) == {"large", "deep"} and all(abs(s.error) < 0.03 for s in found.values())
+    assert found["deep"].predicted == pytest.approx(900 * LAUNCH_US / (900 + 900 * GAP_US), rel=0.03)
+
+
+def test_a_wrong_prediction_names_its_term():
+    """Kernels that take twice as long in the graph as without: not the gaps' fault."""
+    slow = made("large", 500, 4000.0)
+    slow["variants"][1] = counted("torch cuda_graph plain", 1, 500, 8000.0, 8000.0 + 500 * GAP_US)
+    gaps = made("deep", 900, 900.0)
+    gaps["variants"][1] = counted("torch cuda_graph plain", 1, 900, 900.0, 900.0 + 900 * 3 * GAP_US)
+    _, predictions = evaluate([made("small", 300, 600.0), slow, gaps])
+    said = {p.model: p.line() for p in predictions if p.formula == "graph"}
+    assert "µs of kernels were taken from the run without a graph, 4000, and are 8000 in it" in said["large"]
+    assert "the gaps between kernels were to be 7" in said["deep"]
+
+
+def test_predictions_are_written_where_no_timing_went_in(tmp_path):
+    files = [tmp_path / f"{name}.json" for name in ("small", "deep")]
+    for file, run_of in zip(files, (made("small", 300, 600.0), made("deep", 900, 900.0))):
+        save(run_of, file)
+    for _ in range(2):  # written again, they stay the same
+        assert main(["model", *map(str, files), "--write"]) == 0
+    assert all("predicted" not in v for v in load(files[0])["variants"]), "the run that was fitted"
+    eager, graph = load(files[1])["variants"]
+    assert abs(graph["predicted"]["error"]) < 0.05 and graph["predicted"]["formula"] == "graph" and eager["predicted"]["formula"] == "overlap"
+    assert graph["predicted"]["step_ms"] == pytest.approx(graph["step_ms"]["p50"], rel=0.05)
+
+
+def test_what_cannot_be_trusted_or_has_no_twin_takes_no_part():
+    one, other = made("small", 300, 600.0), made("deep", 900, 900.0)
+    other["variants"][0]["parity"]["verdict"] = "fail"
+    for run_of in (one, other):
+        run_of["variants"].append(counted("transformers cuda_graph plain", 1, 900, 2000.0, 3000.0))
+    assert evaluate([one, other])[1] == [], "neither the graph, whose twin failed, nor transformers', which has none"

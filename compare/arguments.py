@@ -6,7 +6,7 @@ import argparse
 
 DEMO_MODEL = "models/smollm2-135m-instruct"
 DEFAULT_RESULT = "compare/results/local/run.json"
-SWEEPS = ("batch", "context", "layers", "models", "new-tokens", "recapture", "prefill", "capture-costs")
+SWEEPS = ("batch", "context", "layers", "lengths", "models", "new-tokens", "recapture", "prefill", "capture-costs")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--new-tokens", type=int, default=64, help="new tokens a row (default: %(default)s)")
     run.add_argument("--max-seq-len", type=int, default=128, help="cache length in tokens (default: %(default)s)")
     run.add_argument("--prompt-tokens", type=int, help="length of every prompt, of ids made by a rule (default: short texts)")
+    run.add_argument("--uneven", action="store_true", help="prompts of different lengths, from an eighth of --prompt-tokens up to it")
     run.add_argument("--sweep", choices=SWEEPS, help="measure at many points, each in a file of its own in the folder --out; run again to go on where it stopped")
     run.add_argument("--at-once", type=int, default=1, help="points of a sweep that are prepared side by side, and timed one after the other (default: %(default)s)")
     run.add_argument("--processes", type=int, default=1, help="time everything so often, in fresh processes each time, and say how far the runs agree (default: %(default)s)")

@@ -32,6 +32,7 @@ class DecoderArm:
             rows = {"max_batch": len(prompts), "buckets": [len(prompts)], "max_seq_len": workload.max_seq_len}
             self.decoder = open_decoder(workload.model, variant.framework, dtype=workload.dtype, **rows, **how)
         self.load_s = time.perf_counter() - started if weights is None else None
+        self.restarts = 0
         self.handle: Any = None
         started = time.perf_counter()
         self.restart()  # compiles the step
@@ -48,6 +49,7 @@ class DecoderArm:
         return self.decoder.config
 
     def restart(self) -> None:
+        self.restarts += 1
         self.handle = None  # a state that someone still holds would be copied out of the graphs' memory
         self.handle = self.decoder.prefill(self.prompts, forced=self.forced, **self.sampling())
 
@@ -63,7 +65,7 @@ class DecoderArm:
         return self.decoder.max_seq_len - max(map(len, self.prompts))
 
     def wait(self) -> None:
-        np.asarray(_host(self.handle.tokens))
+        np.asarray(host(self.handle.tokens))
 
     def doze(self) -> None:
         doze(self.handle.tokens)
@@ -88,10 +90,10 @@ class DecoderArm:
 
     def _logits_every(self, steps: int) -> np.ndarray:
         self.restart()
-        collected = [_host(self.handle.logits)]
+        collected = [host(self.handle.logits)]
         for _ in range((len(self.forced[0]) - 1) // steps):
             self.steps(steps)
-            collected.append(_host(self.handle.logits))
+            collected.append(host(self.handle.logits))
         return np.stack(collected)
 
     def generate(self) -> None:
@@ -110,8 +112,17 @@ class DecoderArm:
         graphs = [g for g in report["graphs"] if g["launch"] == self.variant.launch and g["kind"] == self.variant.sampling]
         if self.variant.launch not in NEEDS_CUDA or not graphs:
             return {}
-        nodes = {} if graphs[0]["nodes"] is None else {"kernels_per_step": graphs[0]["nodes"]}
-        return {**nodes, **{name: graphs[0][name] for name in ("capture_s", "instantiate_s", "warm_up_bytes", "graph_bytes") if graphs[0].get(name) is not None}}
+        graph = graphs[0]
+        found = {"kernels_per_step": graph["nodes"], "captures": graph.get("captures", graph.get("compilations")), "prompts_served": self.restarts}
+        found |= {name: graph.get(name) for name in ("capture_s", "instantiate_s", "warm_up_bytes", "graph_bytes")}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def memory_map(self) -> dict[str, list[int]]:
+        """Offset and bytes of each region of the state, by name; the layers' keys and values as one."""
+        regions = self.decoder.launch_report()["memory_map"]
+        layers = [r for r in regions if r["name"].startswith("KV")]
+        found = {"KV of all layers": [layers[0]["offset"], sum(r["bytes"] for r in layers)]}
+        return found | {r["name"]: [r["offset"], r["bytes"]] for r in regions if r not in layers}
 
     def check_launch(self) -> None:
         """Raise MeasurementError if the variant ran another way than its name says."""
@@ -123,7 +134,7 @@ class DecoderArm:
         self.decoder.close()
 
 
-def _host(array: Any) -> np.ndarray:
+def host(array: Any) -> np.ndarray:
     """A host copy; waits for the device."""
     return array.detach().cpu().numpy().copy() if hasattr(array, "detach") else np.array(array)
 

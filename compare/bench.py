@@ -80,6 +80,7 @@ def result_of(arm: Any, verdict: Verdict, clocks: dict[str, Any], seconds: float
         "achieved_gb_per_s": moved / clocks["step_ms"]["p50"] / 1e6,
         "compile_s": arm.compile_s(),
         **arm.graph_account(),
+        **({"memory_map": regions} if (regions := arm.memory_map()) else {}),
         **({} if arm.load_s is None else {"load_s": arm.load_s}),
         "compilations_while_timed": 0,  # time_steps raises if there was one
         "matmul_precision": "ieee float32" if workload.dtype == "float32" else workload.dtype,

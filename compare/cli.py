@@ -26,7 +26,7 @@ def _run(args: argparse.Namespace) -> int:
     from .run import Plan, compare
     from .table import print_table
 
-    workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len, args.prompt_tokens)
+    workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len, args.prompt_tokens, args.uneven)
     if args.sweep != "models":
         model_config(workload.model)  # bad input is found before any worker starts
     variants = chosen(args.only, args.without)

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from .arms import DecoderArm, why
+from .arms import DecoderArm, host, why
 from .prefill import prefill_costs
 from .timing import WARM_UP_STEPS
-from .workload import NEEDS_CUDA
+from .workload import NEEDS_CUDA, WITHOUT_GRAPH
 
+RECOVERY_STEPS = 8
 RECAPTURES, RECAPTURE_LIMIT_S = 3, 20.0  # times that each interval is measured, and seconds for all intervals of an arm
 
 
@@ -26,6 +27,7 @@ def capture_costs(arm: DecoderArm, job: Mapping[str, Any]) -> dict[str, Any]:
         ("cold_generation_s", job["cold"], cold_generations),
         ("recapture_ms", job["recapture"], recaptures),
         ("prefill", job["prefill"], prefill_costs),
+        ("recovery", job["recapture"], recovery),
     ):
         try:
             if lengths and (figures := measure(arm, lengths)):
@@ -47,7 +49,7 @@ def _cold_generation_s(arm: DecoderArm, new_tokens: int) -> float:
     started = time.perf_counter()
     with arm.decoder.with_options(launch=arm.variant.launch) as cold:
         handle = cold.decode_steps(cold.prefill(arm.prompts, **arm.sampling()), new_tokens - 1)  # prefill makes the first token
-        np.asarray(handle.tokens.cpu() if hasattr(handle.tokens, "cpu") else handle.tokens)
+        host(handle.tokens)
         return time.perf_counter() - started
 
 
@@ -78,3 +80,51 @@ def _interval_s(arm: DecoderArm, steps: int) -> float:
     arm.steps(steps)
     arm.wait()
     return (time.perf_counter() - started) / steps
+
+
+class _Planted(RuntimeError):
+    """The failure that ``recovery`` plants."""
+
+
+def recovery(arm: DecoderArm, _: Sequence[int]) -> dict[str, Any]:
+    """What a graph that cannot be recorded costs: a generation by a decoder whose recording fails, against one that never had graphs.
+
+    ``seconds`` and ``without_s`` of both, from a cold start, and ``tokens_equal``. Of arms that run in graphs; empty for others.
+    """
+    if arm.variant.launch not in NEEDS_CUDA:
+        return {}
+    tokens, seconds = [], []
+    for launch in (arm.variant.launch, WITHOUT_GRAPH[arm.variant.framework]):
+        with arm.decoder.with_options(launch=launch) as cold:
+            _fail_to_record(cold, arm.variant.framework)
+            started = time.perf_counter()
+            handle = cold.decode_steps(cold.prefill(arm.prompts, **arm.sampling()), RECOVERY_STEPS)
+            tokens.append(host(handle.ring))
+            seconds.append(time.perf_counter() - started)
+            fallbacks = cold.launch_report()["fallbacks"]
+        if launch in NEEDS_CUDA and not fallbacks:
+            raise RuntimeError("the planted failure was not met")
+    return {"seconds": seconds[0], "without_s": seconds[1], "tokens_equal": bool((tokens[0] == tokens[1]).all())}
+
+
+def _fail_to_record(decoder: Any, framework: str) -> None:
+    """Plant a failure where a graph is made."""
+    runner = decoder._runner
+
+    def fails(*_: Any) -> None:
+        raise _Planted("planted to see what recovery costs")
+
+    if framework == "torch":
+        if runner.backend is not None:
+            runner.backend.capture = fails
+        return
+    compile_step, graph = runner._compile, runner.launch in NEEDS_CUDA
+
+    def once(lowered: Any, options: dict[str, str]) -> Any:
+        nonlocal graph
+        if graph:
+            graph = False
+            fails()
+        return compile_step(lowered, options)
+
+    runner._compile = once

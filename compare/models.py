@@ -58,8 +58,8 @@ def open_transformers(model: str | Path, dtype: str, device: str = "cpu") -> Any
 
 def encode_prompts(workload: Workload) -> list[list[int]]:
     """Token ids of the workload's prompts; models without a tokenizer get ids made by a rule."""
-    if workload.prompt_tokens is not None:
-        return _ruled(workload, lambda row: workload.prompt_tokens)
+    if (lengths := workload.prompt_lengths()) is not None:
+        return _ruled(workload, lengths.__getitem__)
     tokenizer = _module("torch", "text").Tokenizer(None if shapes.is_shape(workload.model) else directory_of(workload.model))
     if tokenizer.present:
         return [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(workload.batch)]

@@ -149,6 +149,10 @@ class StaticPeer:
         nodes = {} if self._recorded.graph.nodes is None else {"kernels_per_step": self._recorded.graph.nodes}
         return {**nodes, **{name: getattr(self._recorded, name) for name in ("capture_s", "instantiate_s", "warm_up_bytes", "graph_bytes")}}
 
+    def memory_map(self) -> dict[str, list[int]]:
+        """None: transformers' cache is two tensors a layer."""
+        return {}
+
     def check_launch(self) -> None:
         """Nothing falls back here: what cannot be recorded raises."""
 

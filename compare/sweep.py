@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048, 8192, 16384)
 LAYERS = (2, 4, 8, 16, 32, 80)
+UNEVEN_ROWS, UNEVEN_LONGEST, UNEVEN_MAXIMUM = 8, 1024, 4096
 NEW_TOKENS = (16, 64, 256, 1024, 4096)
 RECAPTURE = (1, 4, 16, 64, 256, 1024)
 PREFILL = (16, 64, 256, 512, 1024, 4096)
@@ -53,6 +54,16 @@ def _layers(workload: Workload, plan: Plan) -> list[tuple[str, Workload, Plan]]:
     return [(str(n), replace(workload, model=f"{workload.model},num_hidden_layers={n}"), plan) for n in LAYERS]
 
 
+def _lengths(workload: Workload, plan: Plan) -> list[tuple[str, Workload, Plan]]:
+    """Rows of different lengths, three ways: padded to one, in a cache of the longest row, in one of the preallocated maximum.
+
+    What reads masks pays for the whole cache, what reads lengths on the device for what is in it.
+    """
+    rows, longest = max(workload.batch, UNEVEN_ROWS), UNEVEN_LONGEST
+    uneven = replace(workload, batch=rows, prompt_tokens=longest, uneven=True, max_seq_len=longest + workload.new_tokens)
+    return [("padded", replace(uneven, uneven=False), plan), ("longest row", uneven, plan), ("maximum", replace(uneven, max_seq_len=UNEVEN_MAXIMUM), plan)]
+
+
 def _models(workload: Workload, plan: Plan) -> list[tuple[str, Workload, Plan]]:
     return [(name, replace(workload, model=f"shape:{name}"), plan) for name in SHAPES]
 
@@ -68,6 +79,7 @@ SWEEPS = {
     "batch": Sweep("rows", _batches),
     "context": Sweep("cache length in tokens, full", _contexts),
     "layers": Sweep("layers", _layers),
+    "lengths": Sweep("rows of different lengths", _lengths),
     "models": Sweep("model", _models),
     "new-tokens": Sweep("new tokens", partial(_costs, ["cold"])),
     "recapture": Sweep("steps between two recordings of the graph", partial(_costs, ["recapture"])),
@@ -107,7 +119,7 @@ class Point:
 
     @property
     def file(self) -> str:
-        return f"{self.sweep}-{self.value}.json"
+        return f"{self.sweep}-{self.value.replace(' ', '-')}.json"
 
     def measured(self, variants: Sequence[Variant], folder: Path, turns: Turns) -> dict[str, Any]:
         """Measure it and save the result, as soon as it is there."""

@@ -24,7 +24,8 @@ FEWEST_TOKENS = 5
 class Workload:
     """model (directory or ``shape:NAME``), dtype, batch (rows), new tokens a row, cache length in tokens.
 
-    ``prompt_tokens`` is the length of every prompt, of ids made by a rule; None: short texts of different lengths.
+    ``prompt_tokens`` is the length of every prompt, of ids made by a rule; None: short texts of
+    different lengths. ``uneven``: that of the last row; the others are shorter, the first an eighth.
     """
 
     model: str
@@ -33,6 +34,14 @@ class Workload:
     new_tokens: int = 64
     max_seq_len: int = 128
     prompt_tokens: int | None = None
+    uneven: bool = False
+
+    def prompt_lengths(self) -> list[int] | None:
+        """Tokens of each row's prompt; None for texts."""
+        if self.prompt_tokens is None:
+            return None
+        shortest = max(1, self.prompt_tokens // 8) if self.uneven else self.prompt_tokens
+        return [self.prompt_tokens - (self.prompt_tokens - shortest) * (self.batch - 1 - row) // max(1, self.batch - 1) for row in range(self.batch)]
 
     def __post_init__(self) -> None:
         for name in ("batch", "new_tokens", "max_seq_len"):
@@ -42,6 +51,8 @@ class Workload:
             raise ConfigError(
                 f"prompt_tokens is {self.prompt_tokens}, expected 1 to {self.max_seq_len + 1 - self.new_tokens}: {self.new_tokens} new tokens follow in a cache of {self.max_seq_len}"
             )
+        if self.uneven and self.prompt_tokens is None:
+            raise ConfigError("uneven prompts need prompt_tokens, the length of the longest one")
         if self.new_tokens < FEWEST_TOKENS:
             raise ConfigError(f"new_tokens is {self.new_tokens}, expected at least {FEWEST_TOKENS}: the first few steps warm up, and others must be left to be timed")
         if self.dtype not in ("float32", "bfloat16", "float16"):

@@ -103,3 +103,34 @@ def test_what_fails_is_named_and_the_rest_kept(arm, monkeypatch):
     monkeypatch.setattr(costs, "prefill_costs", broken)
     found = costs.capture_costs(arm, {"cold": [], "recapture": [4], "prefill": [3]})
     assert found["prefill_not_measured"] == "RuntimeError: out of memory" and list(found["recapture_ms"]) == ["4"] and "cold_generation_s" not in found
+
+
+def test_a_graph_that_cannot_be_recorded_costs_time_and_no_token(arm, strong, monkeypatch):
+    monkeypatch.setattr(arm.decoder, "with_options", lambda launch: graph_decoder(strong("qwen2"), launch=launch, max_batch=1, max_seq_len=48))
+    found = costs.recovery(arm, (1,))
+    assert found["tokens_equal"] and found["seconds"] > 0 and found["without_s"] > 0
+
+
+def test_a_planted_failure_that_is_not_met_is_an_error(arm, strong, monkeypatch):
+    monkeypatch.setattr(arm.decoder, "with_options", lambda launch: graph_decoder(strong("qwen2"), launch=launch, max_batch=1, max_seq_len=48))
+    monkeypatch.setattr(costs, "_fail_to_record", lambda *arguments: None)
+    with pytest.raises(RuntimeError, match="not met"):
+        costs.recovery(arm, (1,))
+
+
+def test_a_compilation_that_fails_costs_time_and_no_token(strong):
+    """JAX, where making the graph is compiling it: on a CPU the modes differ in their options alone."""
+    from tests.test_jax_graphs import graph_decoder as jax_graph_decoder
+
+    class Arm:
+        variant, prompts = Variant("jax", "command_buffer"), [[1, 2, 3]]
+
+        class decoder:
+            @staticmethod
+            def with_options(launch):
+                return jax_graph_decoder(strong("qwen2"), launch)
+
+        def sampling(self):
+            return {}
+
+    assert costs.recovery(Arm(), (1,))["tokens_equal"]

@@ -84,6 +84,23 @@ def test_points_ask_for_prompts_that_fill_the_cache():
     assert len(encode_prompts(points[1][1])[0]) == 480
 
 
+def test_uneven_rows_three_ways():
+    points = {value: w for value, w, _ in sweep.SWEEPS["lengths"].points(SHAPE, Plan())}
+    assert {value: len(set(map(len, encode_prompts(w)))) for value, w in points.items()} == {"padded": 1, "longest row": 8, "maximum": 8}
+    assert all(max(map(len, encode_prompts(w))) == 1024 for w in points.values())
+    assert points["maximum"].max_seq_len == 4096 and points["padded"].max_seq_len == points["longest row"].max_seq_len == 1024 + SHAPE.new_tokens
+
+
+@pytest.mark.parametrize(("batch", "longest", "expected"), [(1, 64, [64]), (2, 64, [8, 64]), (4, 5, [1, 3, 4, 5]), (3, 1, [1, 1, 1])])
+def test_uneven_lengths_end_with_the_longest(batch, longest, expected):
+    assert Workload("m", batch=batch, new_tokens=32, max_seq_len=128, prompt_tokens=longest, uneven=True).prompt_lengths() == expected
+
+
+def test_uneven_prompts_need_a_length():
+    with pytest.raises(ConfigError, match="prompt_tokens"):
+        Workload("m", uneven=True)
+
+
 def test_layers_need_a_shape_to_change(strong):
     with pytest.raises(ResultError, match="shape:NAME"):
         sweep.SWEEPS["layers"].points(Workload(str(strong("llama"))), Plan())

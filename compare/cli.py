@@ -155,9 +155,10 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _claims(args: argparse.Namespace) -> int:
-    from .claims import lines, table
+    from .claims import lane_outcomes, lines, table
 
-    print("\n".join(lines(table(_loaded(args.results)))))
+    tests = {name: outcome for folder in map(Path, args.results) if folder.is_dir() for name, outcome in lane_outcomes(folder).items()}
+    print("\n".join(lines(table(_loaded(args.results), tests))))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def _machine(result: dict[str, Any]) -> str:
     return environment["gpu"]["name"] if environment["gpu"] else environment["cpu"]
 
 
-def render(found: Sequence[dict[str, Any]]) -> str:
-    """The page as text: the first result at length, all of them side by side, sweeps, claims. What comes from files or models is escaped."""
+def render(found: Sequence[dict[str, Any]], tests: Mapping[str, str] | None = None) -> str:
+    """The page as text: the first result at length, all of them side by side, sweeps, claims (``tests``: see there). What comes from files or models is escaped."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     result, *others = found
     charts = {"Speed": speed_chart(result), "Step time": step_chart(result)} if measured(result) else {}
@@ -80,11 +80,11 @@ def render(found: Sequence[dict[str, Any]]) -> str:
         label=label,
         gains=gains(result),
         beside=side_by_side(found) if [one for one in others if "sweep" not in one] else None,
-        claims=claims.table(found),
+        claims=claims.table(found, tests),
         raw=json.dumps(result["environment"], indent=1),
     )
 
 
-def write(found: Sequence[dict[str, Any]], path: Path) -> None:
+def write(found: Sequence[dict[str, Any]], path: Path, tests: Mapping[str, str] | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render(found))
+    path.write_text(render(found, tests))

@@ -131,6 +131,22 @@ def test_a_loop_on_the_device_equals_stepping(which, strong):
 
 
 @pytest.mark.parametrize("which", DECODERS)
+def test_each_part_of_the_key_gets_a_graph_of_its_own(which, strong):
+    """Buckets, kinds and kernels: a graph each, and in each the answers of no graph."""
+    path, found = strong("qwen3"), {}
+    for launch in (PLAIN[which], GRAPH[which]):
+        with open_one(which, path, launch) as first, first.with_options(kernels="fused") as second:
+            for d in (first, second):
+                for rows, kind in ((1, "greedy"), (2, "greedy"), (1, "sampled"), (1, "greedy")):
+                    out = d.generate(PROMPTS[:rows], max_new_tokens=40, sampling=sampling(which, kind))
+                    found.setdefault(launch, []).append([c.token_ids for c in out])
+                graphs = d.launch_report()["graphs"]
+                assert sorted((g["bucket"], g["kind"]) for g in graphs) == [(1, "greedy"), (1, "sampled"), (2, "greedy")]
+                assert all(g.get("captures", g.get("compilations")) == (1 if launch == GRAPH[which] or which == "jax" else 0) for g in graphs)
+    assert found[GRAPH[which]] == found[PLAIN[which]]
+
+
+@pytest.mark.parametrize("which", DECODERS)
 def test_nothing_moves_in_a_thousand_steps(which, strong):
     with open_one(which, strong("qwen3"), GRAPH[which], max_batch=1, max_seq_len=1100) as d:
 

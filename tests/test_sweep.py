@@ -8,8 +8,8 @@ import pytest
 
 from compare import series, sweep
 from compare.arguments import SWEEPS
-from compare.claims import FAILS, HOLDS, _lengths
 from compare.cli import main
+from compare.evidence import FAILS, HOLDS, short_generations
 from compare.models import encode_prompts
 from compare.results import ResultError
 from compare.run import Plan
@@ -124,9 +124,9 @@ def test_series_keep_verdicts_and_name_where_a_graph_begins_to_pay():
     # Quicker at 16 by chance and slower at 64: it stays quicker from 256 on. What fails its parity check counts for nothing.
     assert "m, torch cuda_graph plain, capture included: quicker from 256 new tokens on than torch eager plain" in shown
     assert shown.count("parity fails") == 3 and shown.count("capture included") == 1
-    assert _lengths(found)[1] == HOLDS
+    assert short_generations(found, {})[1] == HOLDS
     graph["cold_generation_s"] = {"16": 0.05, "64": 0.2, "256": 0.9}
-    assert _lengths([{**run(eager, graph), "sweep": {"name": "new-tokens", "value": "all"}}])[1] == FAILS
+    assert short_generations([{**run(eager, graph), "sweep": {"name": "new-tokens", "value": "all"}}], {})[1] == FAILS
 
 
 def test_a_point_that_cannot_be_measured_does_not_end_the_sweep(asked, tmp_path, monkeypatch):

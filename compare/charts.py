@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
@@ -35,13 +36,18 @@ def _svg(figure: Any, alternative: str) -> str:
 
 
 def _axes(height: float) -> tuple[Any, Any]:
-    figure, axes = plt.subplots(figsize=(7.2, height))
-    axes.tick_params(colors=_INK, labelsize=9)
-    for side, spine in axes.spines.items():
+    figure, one = plt.subplots(figsize=(7.2, height))
+    return figure, axes(one)
+
+
+def axes(one: Any) -> Any:
+    """A plot's axes in the style of the page."""
+    one.tick_params(colors=_INK, labelsize=9)
+    for side, spine in one.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(_INK)
-    axes.xaxis.label.set_color(_INK)
-    return figure, axes
+    one.xaxis.label.set_color(_INK)
+    return one
 
 
 def speed_chart(result: dict[str, Any]) -> str:
@@ -72,26 +78,37 @@ def step_chart(result: dict[str, Any]) -> str:
     return _svg(figure, "Step times: " + ", ".join(f"{label(v)} {v['step_ms']['p50']:.2f} ms" for v in arms[::-1]))
 
 
-def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
-    """One step without a graph above the same step in one, on one axis: calls, work, and blank where nothing runs. None without traces."""
+def traced_pair(result: dict[str, Any], framework: str) -> list[tuple[str, StepTrace]] | None:
+    """Launch mode and traced step without a graph and in one, plain kernels; None unless both were traced."""
     kept = {(v["launch"], v["kernels"]): StepTrace.from_dict(v["timeline"]) for v in measured(result) if v["framework"] == framework and v.get("timeline", {}).get("spans")}
     pairs = [(launch, kept.get((launch, "plain"))) for launch in (WITHOUT_GRAPH[framework], WITH_GRAPH[framework])]
-    if any(trace is None for _, trace in pairs):
-        return None
-    figure, axes = _axes(2.6)
+    return None if any(trace is None for _, trace in pairs) else pairs
+
+
+def draw_timeline(pairs: Sequence[tuple[str, StepTrace]]) -> tuple[Any, str]:
+    """The figure of a pair on one axis (calls, work, and blank where nothing runs), and its text alternative."""
+    figure, one = _axes(2.6)
     places, names = [], []
     for row, (launch, trace) in enumerate(pairs):
         zero = min(span.start for span in trace.spans)
         for lane, colour, place in (("host", LAUNCH, 3.3 - 2.2 * row), ("device", COMPUTE, 2.5 - 2.2 * row)):
             bars = [((span.start - zero) / 1e3, (span.end - span.start) / 1e3) for span in trace.lane(lane)]
-            axes.broken_barh(bars, (place - 0.3, 0.6), facecolors=colour, linewidth=0, antialiased=False)
+            one.broken_barh(bars, (place - 0.3, 0.6), facecolors=colour, linewidth=0, antialiased=False)
             places.append(place)
             names.append(f"{launch}: {'host calls' if lane == 'host' else 'device'}")
-        axes.annotate(f"device idle {trace.idle_share:.0%} of {trace.span_us:.0f} µs", (trace.span_us, places[-1] - 0.34), ha="right", va="top", color=_INK, fontsize=9)
-    axes.set_ylim(-0.6, 3.7)
-    axes.set_yticks(places, names)
-    axes.set_xlabel("µs since the step's first call; traced, so longer than measured")
-    shares = ", ".join(f"{launch} {trace.idle_share:.0%} idle over {trace.span_us:.0f} µs" for launch, trace in pairs)
+        one.annotate(f"device idle {trace.idle_share:.0%} of {trace.span_us:.0f} µs", (trace.span_us, places[-1] - 0.34), ha="right", va="top", color=_INK, fontsize=9)
+    one.set_ylim(-0.6, 3.7)
+    one.set_yticks(places, names)
+    one.set_xlabel("µs since the step's first call; traced, so longer than measured")
+    return figure, ", ".join(f"{launch} {trace.idle_share:.0%} idle over {trace.span_us:.0f} µs" for launch, trace in pairs)
+
+
+def timeline_chart(result: dict[str, Any], framework: str) -> str | None:
+    """One step without a graph above the same step in one. None without traces."""
+    pairs = traced_pair(result, framework)
+    if pairs is None:
+        return None
+    figure, shares = draw_timeline(pairs)
     return _svg(figure, f"Timeline of one {framework} step: {shares}")
 
 

@@ -166,7 +166,7 @@ def _with_committed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs of machines without a GPU with the committed ones of an H200 behind them: what such a machine cannot show."""
     if any(result["environment"]["gpu"] for result in found):
         return found
-    return found + [results.load(file) for file in sorted(COMMITTED.glob("*.json"))]
+    return found + [results.load(file) for file in sorted(COMMITTED.rglob("*.json"))]
 
 
 def _loaded(words: Sequence[str]) -> list[dict[str, Any]]:
@@ -175,8 +175,8 @@ def _loaded(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _files(words: Sequence[str]) -> list[Path]:
-    """Result files, and those in folders. ResultError if there is none."""
-    files = [file for word in map(Path, words) for file in (sorted(word.glob("*.json")) if word.is_dir() else [word])]
+    """Result files, and those in folders and the folders in them. ResultError if there is none."""
+    files = [file for word in map(Path, words) for file in (sorted(word.rglob("*.json")) if word.is_dir() else [word])]
     if not files:
         raise results.ResultError(f"{', '.join(words)}: no result files, expected those of `compare run`: name them, or a folder that holds them")
     return files

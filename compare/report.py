@@ -10,8 +10,10 @@ from typing import Any
 import jinja2
 
 from . import claims
+from .answers import answers
 from .charts import speed_chart, step_chart, sweep_chart, timeline_chart
 from .gains import gains
+from .repeats import lines as agreement_lines
 from .results import label, measured, name_of, variant_of
 from .series import series_of
 from .sweep import SWEEPS
@@ -78,7 +80,10 @@ def render(found: Sequence[dict[str, Any]], tests: Mapping[str, str] | None = No
         charts=charts,
         peer=peer_tokens_per_s(result),
         label=label,
+        answers=answers(found),
         gains=gains(result),
+        agreement=agreement_lines(result),
+        memory=next((v for v in measured(result) if "memory_map" in v), None),
         beside=side_by_side(found) if [one for one in others if "sweep" not in one] else None,
         claims=claims.table(found, tests),
         raw=json.dumps(result["environment"], indent=1),

@@ -1,46 +1,57 @@
-"""The README's tables, made from committed result files."""
+"""The README's blocks that are made from committed result files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import results
+from .answers import answers
+from .claims import lane_outcomes
+from .claims import table as claims_table
 
-BEGIN, END = "<!-- launch table: made by scripts/readme_tables -->", "<!-- end of launch table -->"
-COLUMNS = ("model", "variant", "parity", "bits that differ from no graph", "graph launches", "other launches", "updates", "step ms (p50)", "host µs", "capture ms")
+BEGIN, END = "<!-- {}: made by scripts/update_readme -->", "<!-- end of {} -->"
+COLUMNS = ("model", "variant", "parity", "bits that differ from no graph", "graph launches", "other launches", "updates", "step ms (p50)", "host µs", "idle %", "capture ms")
+# A cell, by the entry's field: digits behind the point, and a factor.
+_NUMBERS = {
+    "graph_launches_per_step": (2, 1.0),
+    "other_launches_per_step": (2, 1.0),
+    "graph_updates_per_step": (2, 1.0),
+    "step_ms": (3, 1.0),
+    "host_dispatch_us": (0, 1.0),
+    "idle_share": (0, 100.0),
+    "capture_s": (1, 1e3),
+}
 
 
-def launch_table(folder: Path) -> str:
-    """Markdown of every measured variant of the result files in ``folder``, and where they were measured."""
-    files = sorted(folder.glob("*.json"))
+def loaded(folder: Path) -> list[dict[str, Any]]:
+    """Every result in a folder and the folders in it: whole runs first. ResultError if there is none."""
+    files = sorted(folder.glob("*.json")) + sorted(folder.glob("*/*.json"))
     if not files:
         raise results.ResultError(f"{folder} holds no result file, expected those of scripts/gpu_lane: run it and copy them there")
-    loaded = [results.load(file) for file in files]
-    rows = [_row(result, variant) for result in loaded for variant in result["variants"] if "step_ms" in variant]
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS), *("| " + " | ".join(row) + " |" for row in rows)]
-    return "\n".join([*lines, "", *sorted({_where(result) for result in loaded})])
+    return [results.load(file) for file in files]
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines; what would end a cell is written another way."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *("| " + " | ".join(row) + " |" for row in cells)]
+
+
+def launch_table(found: Sequence[dict[str, Any]], _: Mapping[str, str]) -> str:
+    """Every measured variant of the runs that are no points of sweeps, and where they were measured."""
+    runs = [result for result in found if "sweep" not in result]
+    lines = markdown(COLUMNS, [_row(result, variant) for result in runs for variant in results.measured(result)])
+    return "\n".join([*lines, "", *sorted({_where(result) for result in runs})])
 
 
 def _row(result: dict[str, Any], v: dict[str, Any]) -> Sequence[str]:
-    def number(name: str, digits: int, factor: float = 1.0) -> str:
-        return "–" if v.get(name) is None else f"{v[name] * factor:.{digits}f}"
-
+    figures = {**v, "step_ms": v["step_ms"]["p50"]}
+    numbers = ["–" if figures.get(name) is None else f"{figures[name] * factor:.{digits}f}" for name, (digits, factor) in _NUMBERS.items()]
     bits = v["parity"].get("differing_bits")
-    w = result["workload"]
-    model = Path(w["model"]).name.removeprefix("shape:") + ("" if w["batch"] == 1 else f", batch {w['batch']}")
-    return (
-        model,
-        results.variant_of(v).label(),
-        v["parity"]["verdict"],
-        "–" if bits is None else str(bits),
-        *(number(f"{name}_per_step", 2) for name in ("graph_launches", "other_launches", "graph_updates")),
-        f"{v['step_ms']['p50']:.3f}",
-        number("host_dispatch_us", 0),
-        number("capture_s", 1, 1e3),
-    )
+    return (results.name_of(result), results.variant_of(v).label(), v["parity"]["verdict"], "–" if bits is None else str(bits), *numbers)
 
 
 def _where(result: dict[str, Any]) -> str:
@@ -50,9 +61,32 @@ def _where(result: dict[str, Any]) -> str:
     return f"{name}; torch {versions['torch']}, jax {versions['jax']}; {w['dtype']}, cache of {w['max_seq_len']} tokens, {w['new_tokens']} new tokens a row."
 
 
-def with_table(readme: str, table: str) -> str:
-    """The README's text with what lies between the markers replaced."""
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+def answers_block(found: Sequence[dict[str, Any]], _: Mapping[str, str]) -> str:
+    """The questions that bring readers, with their answers."""
+    return "\n".join(line for question, said in answers(found) for line in (f"**{question}**", "", *(f"- {sentence}" for sentence in said), "")).rstrip()
+
+
+def claims_block(found: Sequence[dict[str, Any]], tests: Mapping[str, str]) -> str:
+    """Each claim with its verdict and what was measured."""
+    rows = [(row["claim"], row["verdict"].partition(":")[0].replace("holds when", "holds for some"), row["measured"]) for row in claims_table(found, tests)]
+    return "\n".join(markdown(("claim", "verdict", "measured"), rows))
+
+
+BLOCKS: dict[str, Callable[[Sequence[dict[str, Any]], Mapping[str, str]], str]] = {"answers": answers_block, "launch table": launch_table, "claims": claims_block}
+
+
+def updated(readme: str, folder: Path) -> str:
+    """The README's text with every block made anew from the results in ``folder``. ResultError if a block has no place in it."""
+    found, tests = loaded(folder), lane_outcomes(folder)
+    for name, block in BLOCKS.items():
+        readme = with_block(readme, name, block(found, tests))
+    return readme
+
+
+def with_block(readme: str, name: str, text: str) -> str:
+    """The README's text with what lies between a block's markers replaced."""
+    begin, end = BEGIN.format(name), END.format(name)
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(readme)) != 1:
-        raise results.ResultError(f"the README has no place for the table, expected {BEGIN} and {END} once each")
-    return pattern.sub(lambda _: f"{BEGIN}\n{table}\n{END}", readme)
+        raise results.ResultError(f"the README has no place for the block, expected {begin} and {end} once each")
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", readme)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .ranges import span
 from .statistics import FEWEST, drift, median_interval
 
 STEPS_A_BLOCK = {"cpu": 4, "cuda": 32}  # on a GPU many, so that starting and waiting weigh little
@@ -69,7 +70,8 @@ def time_steps(arms: Sequence[Arm], rounds: int, steps_available: int, block: in
                 arms[i].restart()
                 left[i] = steps_available
             left[i] -= block
-            blocks[i].append(_block(arms[i], block))
+            with span(f"{arms[i]}: {block} steps"):
+                blocks[i].append(_block(arms[i], block))
     for arm, count in zip(arms, before):
         if arm.compilations() != count:
             raise MeasurementError(f"{arm}: {arm.compilations() - count} compilations inside the measurement: its times mean nothing")
@@ -144,7 +146,8 @@ def time_generations(generate: Sequence[Callable[[], None]], repeats: int) -> li
         order = range(len(generate)) if round_number % 2 == 0 else range(len(generate) - 1, -1, -1)
         for i in order:
             started = time.perf_counter()
-            generate[i]()
+            with span("generation"):
+                generate[i]()
             seconds[i].append(time.perf_counter() - started)
     return [float(np.median(s)) for s in seconds]
 

@@ -29,7 +29,6 @@ from compare.parity import Reference, differing_bits
 from compare.peer import measure_transformers
 from compare.report import headline, render
 from compare.run import Plan, compare, measure
-from compare.tables import BEGIN, END, launch_table, with_table
 from compare.timing import MeasurementError, cpu_use, harness_us, time_steps
 from compare.workload import VARIANTS, Variant, Workload, why_not
 from tests.helpers import copy_of, edit_config, edit_tensors, numpy
@@ -396,7 +395,8 @@ def test_the_page_stands_alone_and_shows_every_variant(result):
     page = render([result])
     assert not re.search(r'(?:src|href)="(?!data:|#)', page) and "@import" not in page
     assert page.count('<svg role="img" aria-label="') == 2
-    assert page.count("<tr><td>") == len(result["variants"]) + len(gains(result)) and page.count('<tr><td class="long">') == len(CLAIMS)
+    regions = next(v["memory_map"] for v in result["variants"] if "memory_map" in v)
+    assert page.count("<tr><td>") == len(result["variants"]) + len(gains(result)) + len(regions) and page.count('<tr><td class="long">') == len(CLAIMS)
 
 
 def test_text_from_files_is_escaped(result):
@@ -511,22 +511,6 @@ def test_flags_reach_the_worker_and_the_result(workload):
     """A worker that did not get them would succeed here."""
     result = compare(workload, [Variant("jax", "jit")], Plan(1, 1, xla_flags="--xla_no_such_flag=1"))
     assert "no_such_flag" in result["variants"][0]["not_measured"] and "no_such_flag" in result["environment"]["xla_flags"]
-
-
-def test_the_launch_table_shows_what_was_counted(result, tmp_path):
-    changed = copy.deepcopy(result)
-    variant = next(v for v in changed["variants"] if (v["framework"], v["launch"]) == ("torch", "eager"))
-    variant.update(graph_launches_per_step=0.0, other_launches_per_step=57.0, graph_updates_per_step=0.0, capture_s=0.0123)
-    variant["parity"]["differing_bits"] = 0
-    results.save(changed, tmp_path / "one.json")
-    table = launch_table(tmp_path)
-    (row,) = [line for line in table.splitlines() if "| torch eager plain |" in line]
-    assert "| pass | 0 | 0.00 | 57.00 | 0.00 |" in row and "| 12.3 |" in row
-    assert f"torch {changed['environment']['versions']['torch']}" in table
-    readme = f"before\n{BEGIN}\nold\n{END}\nafter"
-    assert with_table(readme, table) == f"before\n{BEGIN}\n{table}\n{END}\nafter"
-    with pytest.raises(results.ResultError, match="no place"):
-        with_table("no markers", table)
 
 
 def test_bits_that_differ_are_counted():

@@ -15,6 +15,7 @@ from tests.helpers import ROOT, has_gpu_compiler
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.strip().splitlines()]
+RESULTS = ROOT / "compare/results/h200"
 ELSEWHERE = {"scripts/quickstart": "installs and measures for minutes", "scripts/test": "runs this very test"}
 
 
@@ -49,13 +50,22 @@ def test_the_flags_shown_are_the_ones_in_use():
     assert xla_flags.unknown(shown) == ()
 
 
-def test_the_launch_table_is_made_from_the_committed_results():
-    from compare.tables import BEGIN, launch_table, with_table
+def test_tables_are_made_from_the_committed_results():
+    from compare.tables import updated
 
-    folder = ROOT / "compare/results/h200"
-    assert (BEGIN in README) == any(folder.glob("*.json"))
-    if BEGIN in README:
-        assert with_table(README, launch_table(folder)) == README, "run scripts/readme_tables"
+    assert updated(README, RESULTS) == README, "run scripts/update_readme"
+
+
+def test_pictures_show_the_committed_results():
+    """By the digest of their figures: versions of the drawing library differ in pixels."""
+    from compare.pictures import digest_of, draw
+    from compare.tables import loaded
+
+    drawn = draw(loaded(RESULTS))
+    assert {file.name for file in RESULTS.glob("*.png")} == set(drawn)
+    for name, picture in drawn.items():
+        assert digest_of((RESULTS / name).read_bytes()) == digest_of(picture), f"{name}: run scripts/update_readme"
+        assert f"compare/results/h200/{name}" in README
 
 
 @pytest.mark.parametrize("script", [*ELSEWHERE, "scripts/environment.sh", ".ci/run"])

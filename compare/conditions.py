@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .environment import first_visible
+
 # Reasons for lower clocks that spoil a measurement (nvml.h, nvmlClocksEventReasons).
 THROTTLING = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "software thermal limit", 0x40: "hardware thermal limit", 0x80: "power brake"}
 OTHER_CPU = 0.25  # of one core, used by other processes on average
@@ -57,12 +59,13 @@ class Conditions:
 
 
 def _device() -> tuple[Any, Any] | None:
-    """nvidia-ml-py and its handle of the first GPU, if both are there."""
+    """nvidia-ml-py and its handle of the first visible GPU, if both are there."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        device = first_visible()
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(device)) if device.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(device)
     except Exception:  # not installed, or no driver: then nothing is known of the GPU
         return None
 

@@ -25,11 +25,22 @@ def environment() -> dict[str, Any]:
     }
 
 
+def first_visible() -> str | None:
+    """The GPU that frameworks call the first: a number or UUID of CUDA_VISIBLE_DEVICES, "0" without it; None if it hides all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return "0"
+    first = visible.split(",")[0].strip()
+    return first if first and first != "-1" else None
+
+
 def gpu() -> dict[str, Any] | None:
-    """Name, driver, clocks and memory of the first NVIDIA GPU, by nvidia-smi."""
+    """Name, driver, clocks and memory of the first visible NVIDIA GPU, by nvidia-smi."""
+    if (device := first_visible()) is None:
+        return None
     fields = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "memory.total", "memory.free")
     try:
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["nvidia-smi", f"--id={device}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode or not done.stdout.strip():

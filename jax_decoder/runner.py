@@ -25,6 +25,7 @@ from .cache import Region, memory_map
 from .decode import DecodeState, cut, make_state
 from .driver import free_bytes
 from .errors import CaptureError, ConfigError, DeviceError
+from .kernels.tiles import FUSED_ROWS
 from .model import Model
 from .programs import Programs
 
@@ -63,6 +64,7 @@ class StepAccount:
     launch: str
     bucket: int
     kind: str
+    kernels: str  # those of this bucket: fused ones take few rows
     compile_s: float = 0.0
     compilations: int = 0
     steps: int = 0
@@ -338,7 +340,8 @@ class StepRunner:
 
     def _account(self, key: GraphKey) -> StepAccount:
         launch = "command_buffer" if self.launch == "device_loop" and key.steps == 1 else self.launch
-        return self._accounts.setdefault(key, StepAccount(launch, key.bucket, key.kind))
+        kernels = "plain" if key.kernels == "fused" and key.bucket > FUSED_ROWS else key.kernels
+        return self._accounts.setdefault(key, StepAccount(launch, key.bucket, key.kind, kernels))
 
     def accounts(self) -> list[dict[str, Any]]:
         return [asdict(account) for account in self._accounts.values()]

@@ -25,19 +25,19 @@ FLOATS = ("heads", "rope", "partial", "logits", "summary", "logprobs")
 INTEGERS = ("positions", "finished", "chosen", "status", "ring", "forced", "tokens", "limits", "stop_ids")
 
 
-def resources(kernel, constants: dict, warps: int, overlap: bool, float32: tuple[str, ...] = ()) -> dict[str, int]:
-    """Registers a thread and bytes of stack and local memory, which are spills."""
+def resources(kernel, constants: dict, warps: int, overlap: bool, float32: tuple[str, ...] = (), half: str = "*bf16", **options: int) -> dict[str, int]:
+    """Registers a thread, bytes of shared memory, and of stack and local memory, which are spills."""
     names = kernel.arg_names
-    kinds = {n: TYPES.get(n) or ("*i32" if n in INTEGERS else "*fp32" if n in (*FLOATS, *float32) else "*bf16") for n in names}
+    kinds = {n: TYPES.get(n) or ("*i32" if n in INTEGERS else "*fp32" if n in (*FLOATS, *float32) else half) for n in names}
     signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in constants and kinds[n].startswith("*")}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": overlap})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": overlap, **options})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         text = subprocess.run([CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")}
+    return {"shared": compiled.metadata.shared, **{name.lower(): int(re.search(rf"\b{name}:(\d+)", text)[1]) for name in ("REG", "STACK", "LOCAL")}}
 
 
 def main() -> None:
@@ -61,6 +61,9 @@ def main() -> None:
                 found[f"{model} {name} {batch}"] = resources(products._product, constants, tile.warps, batch == 1, ("out",) * (name in ("qkv", "head")))
         sizes = {"N": config.num_heads, "KV": config.num_kv_heads, "H": config.head_dim, "NORM": config.qk_norm, "SPLITS": 8, "GP": 16, "HP": config.head_dim // 2}
         found[f"{model} attend"] = resources(attention._attend, {**sizes, "SPLIT": attention.SPLIT, "BLOCK": attention.BLOCK, "OVERLAP": True}, 4, True)
+    for width in (64, 128, 256):  # numbers of four bytes take the most shared memory
+        sizes = {"N": 16, "KV": 8, "H": width, "NORM": True, "SPLITS": 8, "GP": 16, "HP": width // 2, "SPLIT": attention.SPLIT, "BLOCK": attention.BLOCK, "OVERLAP": False}
+        found[f"attend float32 {width}"] = resources(attention._attend, sizes, 4, False, half="*fp32", num_stages=attention.stages_of(width, 4))
     found["summarise"] = resources(advance._summarise, {"CHUNKS": 38, "CHUNK": advance.CHUNK, "OVERLAP": False}, 8, False)
     for greedy in (True, False):
         constants = {"STOPS": 16, "CHUNKS": 38, "CP": 64, "GREEDY": greedy, "IDLE_TO_FAILED": (0, 1, 2, 3, 4), "OVERLAP": False}

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from compare.conditions import Conditions
+from compare.environment import first_visible, gpu
 from compare.report import headline
 from compare.table import disturbances
 from compare.timing import time_steps
@@ -90,3 +91,16 @@ def test_a_disturbed_run_says_so_in_its_first_sentences():
     result["variants"][1]["conditions"] = {"disturbed": []}
     assert disturbances(result) == {"torch": ["throttled: power cap"]}
     assert any("torch with care: throttled: power cap" in sentence for sentence in headline(result))
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "0"), ("2,3", "2"), ("GPU-8f3a", "GPU-8f3a"), ("", None), ("-1", None)])
+def test_the_first_visible_gpu_is_watched(visible, expected, monkeypatch, tmp_path):
+    """Not the machine's first, which may be somebody else's."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert first_visible() == expected
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "$1, 580, 1, 1, 1, 1, 1, 1"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu() is None if expected is None else gpu()["name"] == f"--id={expected}"

@@ -301,6 +301,15 @@ def test_rows_are_refilled_without_recording_again(graphs, eager):
     assert graphs.backend.reached.count("capture") == 1
 
 
+def test_a_report_says_which_kernels_a_bucket_runs(one_graph):
+    """Fused ones take few rows: a larger bucket of the same decoder runs plain ones."""
+    one_graph.generate(PROMPTS[:1], max_new_tokens=2)
+    assert reports(one_graph)[1, "greedy"]["kernels"] == "plain"
+    one_graph.model.kernels = "fused"
+    accounts = {bucket: one_graph._runner._account(GraphKey(bucket, "greedy", False, torch.float32, "fused", 64)) for bucket in (16, 32)}
+    assert (accounts[16].kernels, accounts[32].kernels) == ("fused", "plain")
+
+
 def test_padding_is_counted(one_graph):
     one_graph.generate(PROMPTS[:3], max_new_tokens=6)
     report = reports(one_graph)[4, "greedy"]
@@ -422,6 +431,15 @@ def test_a_failure_at_any_point_is_survived(path, eager, point, error, launch, c
         made.backend.fail.clear()
         same(made.generate(PROMPTS[:1], max_new_tokens=5), eager.generate(PROMPTS[:1], max_new_tokens=5))
         assert made.backend.open_graphs == 1, "other buckets still get graphs"
+
+
+def test_a_kernel_of_tritons_that_does_not_fit_is_survived(path, eager):
+    """Triton's errors are no RuntimeErrors."""
+    errors = pytest.importorskip("triton.errors")
+    with graph_decoder(path) as made:
+        made.backend.fail["warm_up"] = errors.TritonError("out of resource: shared memory, Required: 282688, Hardware limit: 232448")
+        same(made.generate(PROMPTS[:1], max_new_tokens=5), eager.generate(PROMPTS[:1], max_new_tokens=5))
+        assert "shared memory" in made.launch_report()["fallbacks"][0]["reason"]
 
 
 @pytest.mark.parametrize("failing", [1, 4, 9])

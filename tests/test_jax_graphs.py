@@ -337,6 +337,12 @@ def test_a_result_that_cannot_be_read_means_a_lost_device(path, monkeypatch):
             made.generate(PROMPTS[:1], max_new_tokens=3)
 
 
+def test_a_report_says_which_kernels_a_bucket_runs(path):
+    with graph_decoder(path) as made:
+        accounts = {bucket: made._runner._account(GraphKey(bucket, "greedy", 1, "float32", "separate", "fused", 64)) for bucket in (16, 32)}
+        assert (accounts[16].kernels, accounts[32].kernels) == ("fused", "plain")
+
+
 def test_released_executables_are_compiled_anew_and_the_state_goes_on(path, plain):
     with graph_decoder(path, max_batch=1) as made:
         ours, theirs = (d.decode_steps(d.prefill(PROMPTS[:1]), 4) for d in (made, plain))

@@ -7,6 +7,7 @@ traces a step's operations and replays those, so everything around a capture is 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -21,9 +22,16 @@ from .driver import count_nodes
 from .errors import CaptureError
 
 WARM_UP_STEPS = 3
-# What a capture or a replay may raise and a decoder survives: refused operations, capture
-# errors and lack of memory are RuntimeErrors in PyTorch.
-RECOVERABLE = (RuntimeError, MemoryError, CaptureError)
+
+
+def recoverable() -> tuple[type[BaseException], ...]:
+    """What a capture or a replay may raise and a decoder survives.
+
+    Refused operations, capture errors and lack of memory are RuntimeErrors in PyTorch; Triton's (a
+    kernel that does not compile or fit) have a class of their own, once Triton is imported.
+    """
+    triton = sys.modules.get("triton.errors")
+    return (RuntimeError, MemoryError, CaptureError, *((triton.TritonError,) if triton else ()))
 
 
 class Graph(Protocol):
@@ -88,7 +96,7 @@ def record(
 
     ``addresses`` lists where the buffers lie; ``keeping`` makes a context that puts the state
     back, because warm-up moves it. With ``loop_flag`` the graph loops on the device. Raises what
-    the backend raises (see RECOVERABLE), with the state as it was.
+    the backend raises (see ``recoverable``), with the state as it was.
     """
     with _no_collection(), keeping():
         free = [backend.free_bytes()]
@@ -161,7 +169,7 @@ class CudaBackend:
         # Both waits matter: a buffer written on the current stream may not be there yet, and what
         # the warm-up wrote must be there before anyone reads it.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # makes its device the current one, too
             for _ in range(times):
                 step()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)

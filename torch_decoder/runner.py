@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from .cache import MemoryMap
 from .decode import DecodeState, admit, copy_into, count_down, decode_step, first_rows, leaves, make_state, prefill_chunk, release, settings_words
 from .errors import CaptureError, ConfigError, DeviceError
 from .feed import Feed
-from .graphs import RECOVERABLE, Backend, CudaBackend, Recorded, record
+from .graphs import Backend, CudaBackend, Recorded, record, recoverable
 from .model import Model
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class StepAccount:
     launch: str
     bucket: int
     kind: str
+    kernels: str  # those of this bucket: fused ones take few rows
     steps: int = 0
     padded_rows: int = 0  # idle or finished rows that steps computed all the same, summed
     replays: int = 0
@@ -174,10 +175,11 @@ class StepRunner:
         The last token is the next step's input, so the first new token comes from the same
         step as all others.
         """
-        admit(state, row, self._feed.upload(settings_words(settings)))
-        cache = state.cache.rows(row, 1)
-        for start, chunk in self._feed.pieces(tokens[:-1]):
-            prefill_chunk(self.model, cache, self._feed.upload(chunk)[None], start)
+        with self._on_device():
+            admit(state, row, self._feed.upload(settings_words(settings)))
+            cache = state.cache.rows(row, 1)
+            for start, chunk in self._feed.pieces(tokens[:-1]):
+                prefill_chunk(self.model, cache, self._feed.upload(chunk)[None], start)
         return state
 
     def force(self, state: DecodeState, row: int, first: int, tokens: Sequence[int]) -> DecodeState:
@@ -197,12 +199,17 @@ class StepRunner:
         key = self._key(state, kind, loop=False)
         account = self._account(key)
         if self.launch == "eager" or key in self.fallbacks:
-            decode_step(self.model, state, kind)
+            with self._on_device():
+                decode_step(self.model, state, kind)
         else:
             self._replay(key, state)
         account.steps += 1
         account.padded_rows += key.bucket - live_rows
         return state
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Triton launches on the current device, wherever its arguments lie."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def advance(self, state: DecodeState, kind: str, live_rows: int, steps: int, until_a_row_ends: bool = False) -> DecodeState:
         """At most ``steps`` steps, as few launches as the mode can; all of them unless it can stop early.
@@ -246,7 +253,7 @@ class StepRunner:
             key = self._key(state, kind, loop)
             try:
                 self._recorded(key, state)
-            except RECOVERABLE as error:
+            except recoverable() as error:
                 self._give_up(key, error, intact=True, quietly=True)
 
     def _loops(self) -> tuple[bool, ...]:
@@ -277,7 +284,7 @@ class StepRunner:
                 recorded.checked = True
             recorded.graph.replay()
             self._account(key).replays += 1
-        except RECOVERABLE as error:
+        except recoverable() as error:
             self._give_up(key, error, intact=not moved)
 
     def _give_up(self, key: GraphKey, error: BaseException, intact: bool, quietly: bool = False) -> None:
@@ -328,7 +335,8 @@ class StepRunner:
 
     def _account(self, key: GraphKey) -> StepAccount:
         launch = self.launch if key.loop or self.launch != "device_loop" else "cuda_graph"
-        return self._accounts.setdefault(key, StepAccount(launch, key.bucket, key.kind))
+        kernels = "plain" if key.kernels == "fused" and not self.model.fused(key.bucket) else key.kernels
+        return self._accounts.setdefault(key, StepAccount(launch, key.bucket, key.kind, kernels))
 
     def accounts(self) -> list[dict[str, Any]]:
         return [asdict(account) for account in self._accounts.values()]

@@ -79,7 +79,7 @@ def _launch(
     batch, inner = x.shape
     array, layer = weight.stacked()
     rows = array.shape[1] // (1 + gated)
-    tile: Tile = tile_for(rows, inner, batch, gated)
+    tile: Tile = tile_for(rows, inner, batch, gated, array.dtype.itemsize)
     blocks = rows // tile.rows
     arguments, specs = [x], [pl.BlockSpec((batch, inner), lambda i: (0, 0))]
 

@@ -22,13 +22,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile_for(rows: int, inner: int, batch: int, gated: bool) -> Tile:
+def tile_for(rows: int, inner: int, batch: int, gated: bool, itemsize: int = 2) -> Tile:
     """A tile that divides a [rows, inner] weight, for ``batch`` rows of input; ``gated`` reads two such weights.
 
-    Measured ones come from tiles.json (``scripts/tune_tiles``); others from a heuristic: enough
-    programs to keep every multiprocessor loading, each with some thousand numbers in flight.
+    Measured ones come from tiles.json (``scripts/tune_tiles``, weights of two bytes a number; others
+    take twice the room); the rest from a heuristic: enough programs to keep every multiprocessor
+    loading, each with some thousand numbers in flight.
     """
-    measured = _measured().get(key(rows, inner, batch, gated))
+    measured = _measured().get(key(rows, inner, batch, gated)) if itemsize == 2 else None
     if measured is not None and rows % measured[0] == 0 and inner % measured[1] == 0:
         return Tile(*measured)
     if batch > 1:

@@ -163,6 +163,11 @@ def splits_of(slots: int) -> int:
     return triton.cdiv(slots, SPLIT)
 
 
+def stages_of(width: int, itemsize: int) -> int:
+    """Loads under way at a time: three, where keys and values of as many blocks fit the shared memory (227 KB on Hopper)."""
+    return 3 if width * itemsize <= 512 else 2
+
+
 def attend(
     heads: Float[Tensor, "B M"],
     norms: tuple[Float[Tensor, " H"], Float[Tensor, " H"], float] | None,
@@ -210,6 +215,7 @@ def attend(
         GP=max(MIN_DOT, triton.next_power_of_2(num_heads // kv_heads)),
         HP=max(MIN_DOT, triton.next_power_of_2(width // 2)),
         num_warps=4,
+        num_stages=stages_of(width, k_cache.element_size()),
         **overlap(),
     )
     return out

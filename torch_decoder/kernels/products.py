@@ -171,7 +171,7 @@ def _product(
 def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool) -> Tensor:
     count, inner = x.shape
     rows = out.shape[1]
-    tile: Tile = tile_for(rows, inner, count, gated)
+    tile: Tile = tile_for(rows, inner, count, gated, weight.element_size())
     padded = 1 if count == 1 else max(MIN_DOT, triton.next_power_of_2(count))
     _product[(triton.cdiv(rows, tile.rows),)](
         x,

@@ -27,13 +27,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile_for(rows: int, inner: int, batch: int, gated: bool) -> Tile:
+def tile_for(rows: int, inner: int, batch: int, gated: bool, itemsize: int = 2) -> Tile:
     """A tile for a [rows, inner] weight and ``batch`` rows of input; ``gated`` reads two such weights.
 
-    Measured ones come from tiles.json (``scripts/tune_tiles``); others from a heuristic: enough
-    programs to keep every multiprocessor loading, each with some thousand numbers in flight.
+    Measured ones come from tiles.json (``scripts/tune_tiles``, weights of two bytes a number; others
+    take twice the room); the rest from a heuristic: enough programs to keep every multiprocessor
+    loading, each with some thousand numbers in flight.
     """
-    if (measured := _measured().get(key(rows, inner, batch, gated))) is not None:
+    if itemsize == 2 and (measured := _measured().get(key(rows, inner, batch, gated))) is not None:
         return Tile(*measured)
     if batch > 1:
         return Tile(MIN_DOT if rows <= 4096 else 2 * MIN_DOT, 128 if inner >= 128 else max(MIN_DOT, _power_of_2_above(inner)), 4)

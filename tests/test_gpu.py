@@ -109,6 +109,24 @@ def test_attention_by_lengths_equals_two_products(kv_heads, group, width, places
     assert (plain.attend(q, poisoned, seen) - expected).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize(("first", "length"), [(0, 300), (0, 2), (37, 100), (299, 1), (150, 150)])
+@pytest.mark.parametrize(("kv_heads", "group", "width"), [(2, 2, 128), (1, 7, 64), (3, 1, 16), (2, 4, 256)])
+def test_attention_of_a_piece_equals_a_mask(kv_heads, group, width, first, length, window, dtype):
+    """A piece of a prompt, its first token anywhere; slots that later pieces will fill hold NaN."""
+    slots, generator = 300, torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(2, length, kv_heads * group, width, generator=generator, device="cuda").to(dtype)
+    cache = torch.randn(2, 2, kv_heads, slots, width, generator=generator, device="cuda").to(dtype)
+    positions = torch.arange(first, first + length, dtype=torch.int32, device="cuda").expand(2, length)
+    (by_mask,) = plain.seen(positions, cache.float(), {window}).values()
+    expected = plain.attend(q.float(), cache.float(), by_mask)
+    cache[:, :, :, first + length :] = float("nan")
+    (piece,) = plain.seen(positions, cache, {window}, first).values()
+    assert by_mask.mask is not None and piece.mask is None
+    assert (plain.attend(q, cache, piece).float() - expected).abs().max() < 2e-2
+
+
 def test_one_flipped_bit_is_seen(strong):
     with open_one("torch", strong("qwen3"), "cuda_graph") as d:
         handle = d.prefill(PROMPTS[:2])

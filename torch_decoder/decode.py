@@ -114,7 +114,7 @@ def release(state: DecodeState, row: int) -> None:
 def prefill_chunk(model: Model, cache: KVCache, tokens: Int[Tensor, "1 T"], start: int) -> Float[Tensor, "1 T D"]:
     """Run prompt tokens from position ``start`` through the model into one row's cache."""
     positions = torch.arange(start, start + tokens.shape[1], dtype=torch.int32, device=tokens.device)[None]
-    return model(tokens, positions, cache)
+    return model(tokens, positions, cache, start)
 
 
 @torch.no_grad()

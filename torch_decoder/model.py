@@ -64,8 +64,11 @@ class Model(nn.Module):
         self.rope = table.to(self.embed_tokens.weight.device)
         self.finished = torch.zeros_like(self.finished, device=self.rope.device)
 
-    def forward(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], cache: KVCache) -> Float[Tensor, "B T D"]:
-        """Hidden states before the final norm; keys and values go into ``cache`` at ``positions``."""
+    def forward(self, tokens: Int[Tensor, "B T"], positions: Int[Tensor, "B T"], cache: KVCache, first: int | None = None) -> Float[Tensor, "B T D"]:
+        """Hidden states before the final norm; keys and values go into ``cache`` at ``positions``.
+
+        ``first``: of a piece of a prompt, the position of its first token; the others follow it.
+        """
         x = self.embed_tokens(tokens)
         if self.fused(*tokens.shape):
             return self._fused_layers(x[:, 0], positions[:, 0], cache)[:, None]
@@ -74,7 +77,7 @@ class Model(nn.Module):
         call_layer = self._call_layer if tokens.shape[1] == 1 else DecoderLayer.__call__
         rope = plain.turns(rope) if call_layer is DecoderLayer.__call__ else rope
         rows = plain.cache_rows(positions, self.config.num_kv_heads, self.max_seq_len)
-        seen = plain.seen(positions, cache.layers[0], set(self.config.sliding_windows))
+        seen = plain.seen(positions, cache.layers[0], set(self.config.sliding_windows), first)
         for index, layer in enumerate(self.layers):
             x = call_layer(layer, x, rope, cache.layers[index], rows, seen[self.config.sliding_windows[index]])
         return x

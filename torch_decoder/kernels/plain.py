@@ -102,17 +102,23 @@ def write_cache(cache: Float[Tensor, "2 B K S H"], new: Float[Tensor, "B T K2 H"
 
 
 class Seen(NamedTuple):
-    """What queries may look at, the same for all layers of one window: a mask, or lengths on the device."""
+    """What queries may look at, the same for all layers of one window: a mask, lengths on the device, or the slots up to their own."""
 
-    mask: Float[Tensor, "B 1 T S"] | None  # 0 where a query may look, else -inf
+    mask: Float[Tensor, "B 1 T S"] | None = None  # 0 where a query may look, else -inf
     lengths: Int[Tensor, " R"] | None = None  # valid slots of each row and key head, R = B * K; int32
     starts: Int[Tensor, "2 R1"] | None = None  # where each begins among queries, and in a cache seen as [R * S, H]; R1 is R + 1, int32
     window: int | None = None
+    first: int | None = None  # the position of the first of T queries in a row, known on the host
 
 
-def seen(positions: Int[Tensor, "B T"], cache: Float[Tensor, "2 B K S H"], windows: Collection[int | None]) -> dict[int | None, Seen]:
-    """For each window what queries at ``positions`` may look at, in the form that ``attend`` wants it."""
+def seen(positions: Int[Tensor, "B T"], cache: Float[Tensor, "2 B K S H"], windows: Collection[int | None], first: int | None = None) -> dict[int | None, Seen]:
+    """For each window what queries at ``positions`` may look at, in the form that ``attend`` wants it.
+
+    ``first``: of a piece of a prompt, the position of its first token; the others follow it.
+    """
     kv_heads, slots = cache.shape[2:4]
+    if first is not None and positions.shape[1] > 1 and _flash_takes(cache):
+        return {window: Seen(window=window, first=first) for window in windows}
     if positions.shape[1] == 1 and _flash_takes(cache):
         lengths = (positions + 1).int().repeat(1, kv_heads).flatten()
         order = torch.arange(lengths.shape[0] + 1, dtype=torch.int32, device=cache.device)
@@ -149,6 +155,8 @@ def attend(q: Float[Tensor, "B T N H"], cache: Float[Tensor, "2 B K S H"], seen:
     if q.is_cuda and length == 1:
         attend_step = attend_one if seen.mask is not None else attend_lengths
         return attend_step(q.reshape(batch, kv_heads, group, width), cache, seen).view(batch, 1, heads * width)
+    if seen.first is not None:
+        return attend_piece(q, cache, seen).reshape(batch, length, heads * width)
     grouped = q.reshape(batch, length, kv_heads, group, width).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * length, width)
     mask = seen.mask.repeat(1, 1, group, 1) if length > 1 and group > 1 else seen.mask
@@ -172,6 +180,17 @@ def attend_lengths(q: Float[Tensor, "B K G H"], cache: Float[Tensor, "2 B K S H"
         scale=width**-0.5, window_size_left=left, window_size_right=right, seqused_k=seen.lengths, **(_UNSPLIT if slots <= UNSPLIT_SLOTS else {}),
     )[0]  # fmt: skip
     return out.view(q.shape)
+
+
+def attend_piece(q: Float[Tensor, "B T N H"], cache: Float[Tensor, "2 B K S H"], seen: Seen) -> Float[Tensor, "B T N H"]:
+    """``attend`` for a piece of a prompt in half precision: the library's flash attention, which makes no scores in memory.
+
+    Its last query lies in the last slot that is given, so each sees the slots up to its own.
+    """
+    length, end = q.shape[1], seen.first + q.shape[1]
+    keys, values = cache[:, :, :, :end].transpose(2, 3)  # [B, end, K, H]
+    left, right = (None, None) if seen.window is None else (seen.window - 1, 0)
+    return _FLASH(q, keys, values, None, None, length, end, 0.0, True, False, scale=q.shape[-1] ** -0.5, window_size_left=left, window_size_right=right)[0]
 
 
 def attend_one(q: Float[Tensor, "B K G H"], cache: Float[Tensor, "2 B K S H"], seen: Seen) -> Float[Tensor, "B K G H"]:

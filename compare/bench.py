@@ -51,14 +51,17 @@ def time_all(arms: Sequence[Any], verdicts: Sequence[Verdict], workload: Workloa
 
 def judge(variant: Variant, logits: Mapping[Variant, np.ndarray], workload: Workload, reference: Reference) -> Verdict:
     """A variant's logits against the reference's, and bit by bit against the same step without a graph."""
-    own = logits[variant]
-    verdict = reference.judge(own, workload.dtype)
-    # Selection plays no part in logits, so the greedy step is the twin of the sampled one too.
+    return with_bits(variant, logits, reference.judge(logits[variant], workload.dtype))
+
+
+def with_bits(variant: Variant, logits: Mapping[Variant, np.ndarray], verdict: Verdict) -> Verdict:
+    """The verdict with the bits that differ from the same step without a graph, where that is among ``logits``; fail if any may not."""
     without = WITHOUT_GRAPH.get(variant.framework)
+    # Selection plays no part in logits, so the greedy step is the twin of the sampled one too.
     twin = None if without is None else logits.get(replace(variant, launch=without, sampling="greedy"))
     if variant.launch not in NEEDS_CUDA or twin is None:
         return verdict
-    verdict = replace(verdict, differing_bits=differing_bits(own, twin))
+    verdict = replace(verdict, differing_bits=differing_bits(logits[variant], twin))
     # Several steps compiled into one executable are another compilation: there bits may differ.
     exact = variant.framework == "torch" or variant.launch == "command_buffer"
     if exact and verdict.differing_bits:

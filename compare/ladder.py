@@ -57,7 +57,7 @@ def climb(model: str | Path, framework: str, dtype: str = "float32", reference: 
         whole = run_stages(framework, model, tokens, dtype)["lm_head"]
         return [*(_absolute(framework, name, found[name], wanted[name]) for name in names), _absolute(framework, "logits", whole, wanted["lm_head"])]
     theirs = run_stages("transformers", source, tokens, dtype, inputs)  # of the reference's weights: it sets the bar
-    return [_relative(framework, name, found, theirs, wanted) for name in names]
+    return [relative(framework, name, found, theirs, wanted) for name in names]
 
 
 def default_tokens(vocab_size: int) -> list[int]:
@@ -77,7 +77,7 @@ def relative_rms(ours: np.ndarray, reference: np.ndarray) -> float:
     return float(np.sqrt(np.mean((ours - reference) ** 2) / np.mean(reference**2)))
 
 
-def _relative(framework: str, name: str, found: Stages, theirs: Stages, wanted: Stages) -> Rung:
+def relative(framework: str, name: str, found: Stages, theirs: Stages, wanted: Stages) -> Rung:
     ours, reference = found[name], wanted[name]
     error = relative_rms(ours, reference)
     # An embedding is copied: both err by the same rounding of the weights.

@@ -21,7 +21,7 @@ class Verdict:
     verdict: str
     reference: str
     max_abs: float
-    kl_mean: float
+    kl_mean: float | None  # None where stages were judged
     positions: int
     first_divergence: int | None  # of greedy tokens: the step; None if equal
     reason: str

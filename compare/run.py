@@ -16,6 +16,7 @@ from .environment import cuda_visible, environment, gpu
 from .line import Worker
 from .models import encode_prompts, model_config, weight_bytes
 from .repeats import merged
+from .staged import too_large
 from .turns import Turns
 from .workload import VARIANTS, Variant, Workload, why_not
 
@@ -89,14 +90,16 @@ def _compared(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda:
 def _one_run(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], prompts: list[list[int]], turns: Turns, kept: str) -> list[dict[str, Any]]:
     """What the workers of one set of processes measured. ``kept``: a folder for what JAX compiled, which a later set need not compile again."""
     with tempfile.TemporaryDirectory() as name:
-        jobs = []
-        for framework in ("transformers", "torch", "jax"):
+        jobs, staged = [], too_large(workload.model, 2 * weight_bytes(model_config(workload.model), "bfloat16"), free_bytes(cuda["torch"]))
+        for framework in ("torch", "jax") if staged else ("transformers", "torch", "jax"):
             wanted = [v for v in variants if v.framework == framework and why_not(v, cuda, workload.batch) is None]
             if wanted or framework == "transformers":  # it makes the reference
                 log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
                 job = _job(framework, workload, wanted, plan, cuda, Path(name))
-                jobs.append({**job, "prompts": prompts, "compiled": kept if plan.processes > 1 else ""})
-        return measure(jobs, Path(name), room_for_all(workload, cuda, turns.count), turns)
+                jobs.append({**job, "prompts": prompts, "compiled": kept if plan.processes > 1 else "", "staged": staged})
+        found = measure(jobs, Path(name), not staged and room_for_all(workload, cuda, turns.count), turns)
+    peers = [v for v in variants if staged and v.framework == "transformers" and why_not(v, cuda, workload.batch) is None]
+    return found + [_absent(v, workload, "its float32 reference does not fit this device: the decoders are judged stage by stage") for v in peers]
 
 
 def _absent(variant: Variant, workload: Workload, reason: str) -> dict[str, Any]:
@@ -181,10 +184,11 @@ def _alone(job: Mapping[str, Any], folder: Path, workers: list[Worker], first: b
     """Run a worker from its start to its end; it joins ``workers``."""
     worker = Worker(job, folder, _environ(job))
     workers.append(worker)
-    if first:
-        _await_reference(worker, job)
-    else:
-        worker.tell("reference")
+    if not job.get("staged"):  # such a worker makes its own
+        if first:
+            _await_reference(worker, job)
+        else:
+            worker.tell("reference")
     worker.ready()
     return _timed(worker, job)
 
@@ -225,10 +229,10 @@ def room_for_all(workload: Workload, cuda: Mapping[str, bool], comparisons: int 
     """Can three copies of the weights, one of them in float32, lie in half of the free memory, for each of so many comparisons?"""
     numbers = weight_bytes(model_config(workload.model), "bfloat16") / 2
     needed = numbers * (4 + 2 * (4 if workload.dtype == "float32" else 2))
-    return needed * comparisons <= _free_bytes(cuda["torch"]) / 2
+    return needed * comparisons <= free_bytes(cuda["torch"]) / 2
 
 
-def _free_bytes(cuda: bool) -> int:
+def free_bytes(cuda: bool) -> int:
     if not cuda:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(gpu()["memory.free"].removesuffix(" MiB")) * 2**20

@@ -7,7 +7,8 @@ own input, so that an error does not travel from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,25 @@ def run_stages(framework: str, model: str | Path, tokens: list[int], dtype: str,
     return runners[framework](model, tokens, dtype, inputs or {})
 
 
-class _TorchRecorder:
+class TorchRecorder:
     """Forward hooks that record a module's input and output, and replace its input."""
 
     def __init__(self, inputs: Mapping[str, np.ndarray]):
-        self.inputs, self.seen = inputs, {}
+        self.inputs, self.seen, self._residuals = inputs, {}, {}
 
-    def attach(self, name: str, module: Any) -> None:
-        module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-        module.register_forward_hook(self._after(name))
+    @contextmanager
+    def attached(self, modules: Iterable[tuple[str, Any]]) -> Iterator[None]:
+        """Record these modules, by their stages' names, until the end of the block."""
+        handles = [
+            handle
+            for name, module in modules
+            for handle in (module.register_forward_pre_hook(self._before(name), with_kwargs=True), module.register_forward_hook(self._after(name)))
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _before(self, name: str) -> Callable:
         def hook(_: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -67,62 +78,94 @@ class _TorchRecorder:
 
                 value = torch.from_numpy(self.inputs[key])[None].to(value)
                 args, kwargs = ((value, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": value})
-            self.seen[key] = value
+            self.seen[key] = value.clone()  # a step adds to it in place
+            if kwargs.get("residual") is not None:  # its own sum would hide the stage: it is made in the hook after it
+                self._residuals[name], kwargs = kwargs["residual"], {**kwargs, "residual": None}
             return args, kwargs
 
         return hook
 
     def _after(self, name: str) -> Callable:
-        def hook(_: Any, __: tuple, output: Any) -> None:
-            self.seen[name] = output[0] if isinstance(output, tuple) else output
+        def hook(_: Any, __: tuple, output: Any) -> Any:
+            self.seen[name] = (output[0] if isinstance(output, tuple) else output).clone()
+            return output + self._residuals.pop(name) if name in self._residuals else None
 
         return hook
 
-    def stages(self, names: list[str]) -> Stages:
-        wanted = [*names, *(f"{n}.input" for n in names if n != "embed_tokens")]
-        return {name: self.seen[name][0].detach().float().cpu().numpy() for name in wanted if name in self.seen}
+    def take(self) -> Stages:
+        """What was recorded since the last call, of one row, as float32 on the host; no input of the embedding."""
+        taken, self.seen = self.seen, {}
+        return {name: value[0].detach().float().cpu().numpy() for name, value in taken.items() if name != "embed_tokens.input"}
 
 
-def _attach_layers(recorder: _TorchRecorder, model: Any) -> None:
-    recorder.attach("embed_tokens", model.embed_tokens)
+def _modules(model: Any, parts: bool = True) -> Iterator[tuple[str, Any]]:
+    """Stages that are modules, in a model of either make; ``parts`` of layers, too."""
+    yield "embed_tokens", model.embed_tokens
     for i, layer in enumerate(model.layers):
-        recorder.attach(f"layers.{i}", layer)
-        recorder.attach(f"layers.{i}.self_attn", layer.self_attn)
-        recorder.attach(f"layers.{i}.mlp", layer.mlp)
-    recorder.attach("norm", model.norm)
+        yield f"layers.{i}", layer
+        if parts:
+            yield from ((f"layers.{i}.self_attn", layer.self_attn), (f"layers.{i}.mlp", layer.mlp))
+    yield "norm", model.norm
 
 
 def _transformers(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
     import torch
 
     model = open_transformers(model_name, dtype)
-    recorder = _TorchRecorder(inputs)
-    _attach_layers(recorder, model.model)
-    recorder.attach("lm_head", model.lm_head)
-    with torch.no_grad():
+    recorder = TorchRecorder(inputs)
+    with torch.no_grad(), recorder.attached((*_modules(model.model), ("lm_head", model.lm_head))):
         model(torch.tensor([tokens]), use_cache=False)
-    return recorder.stages(stage_names(model.config.num_hidden_layers))
+    return recorder.take()
 
 
 def _torch(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
+    with open_decoder(model_name, "torch", dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
+        return _torch_pass(decoder.model, decoder._runner.new_state(1).cache, tokens, 0, inputs)
+
+
+def _torch_pass(model: Any, cache: Any, tokens: Sequence[int], first: int, inputs: Mapping[str, np.ndarray], parts: bool = True) -> Stages:
+    """Stages of one pass of tokens that begin at position ``first``. Looking at ``parts`` takes a step's sums out of its products."""
     import torch
 
     from torch_decoder.decode import prefill_chunk
 
-    with open_decoder(model_name, "torch", dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
-        model, recorder = decoder.model, _TorchRecorder(inputs)
-        _attach_layers(recorder, model)
-        device = model.embed_tokens.weight.device
-        with torch.no_grad():
-            hidden = prefill_chunk(model, decoder._runner.new_state(1).cache, torch.tensor([tokens], dtype=torch.int32, device=device), 0)
-            recorder.seen["lm_head"] = model.logits(hidden)
-            if "lm_head.input" in inputs:  # the head is no module: feed it by standing in for the norm
-                fed = torch.from_numpy(inputs["lm_head.input"])[None].to(hidden)
-                recorder.seen["lm_head"] = model.head(fed)
-        return recorder.stages(stage_names(decoder.config.num_layers))
+    recorder = TorchRecorder(inputs)
+    with torch.no_grad(), recorder.attached(_modules(model, parts)):
+        hidden = prefill_chunk(model, cache, torch.tensor([tokens], dtype=torch.int32, device=model.embed_tokens.weight.device), first)
+        recorder.seen["lm_head"] = model.logits(hidden)
+        if "lm_head.input" in inputs:  # the head is no module: feed it by standing in for the norm
+            fed = torch.from_numpy(inputs["lm_head.input"])[None].to(hidden)
+            recorder.seen["lm_head"] = model.head(fed)
+    return recorder.take()
+
+
+def step_stages(decoder: Any, framework: str, tokens: Sequence[int], inputs: Mapping[str, np.ndarray]) -> Stages:
+    """All stages of one row from steps of one token each, through a decoder of plain kernels that is open already."""
+    runner = decoder._runner
+    held = [runner.new_state(1).cache]
+
+    def torch_step(t: int, fed: Mapping[str, np.ndarray]) -> Stages:
+        # Layers once more as they are, with their sums inside of products.
+        return _torch_pass(decoder.model, held[0], tokens[t : t + 1], t, fed) | _torch_pass(decoder.model, held[0], tokens[t : t + 1], t, fed, parts=False)
+
+    def jax_step(t: int, fed: Mapping[str, np.ndarray]) -> Stages:
+        model = runner.programs.merge(runner.programs.weights)
+        found, held[0] = _jax_pass(model, held[0], tokens[t : t + 1], t, fed)
+        return found
+
+    step = {"torch": torch_step, "jax": jax_step}[framework]
+    steps = [step(t, {name: value[t : t + 1] for name, value in inputs.items()}) for t in range(len(tokens))]
+    return {name: np.concatenate([one[name] for one in steps]) for name in steps[0]}
 
 
 def _jax(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[str, np.ndarray]) -> Stages:
+    with open_decoder(model_name, "jax", dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
+        runner = decoder._runner
+        return _jax_pass(runner.programs.merge(runner.programs.weights), runner.new_state(1).cache, tokens, 0, inputs)[0]
+
+
+def _jax_pass(model: Any, cache: Any, tokens: Sequence[int], first: int, inputs: Mapping[str, np.ndarray]) -> tuple[Stages, Any]:
+    """Stages of one pass of tokens that begin at position ``first``, and the cache that it left."""
     import jax.numpy as jnp
 
     seen: dict[str, Any] = {}
@@ -134,10 +177,7 @@ def _jax(model_name: str | Path, tokens: list[int], dtype: str, inputs: Mapping[
         seen[name] = value
         return value
 
-    with open_decoder(model_name, "jax", dtype=dtype, max_batch=1, max_seq_len=len(tokens)) as decoder:
-        runner = decoder._runner
-        model = runner.programs.merge(runner.programs.weights)
-        ids = jnp.asarray([tokens], jnp.int32)
-        hidden, _ = model(ids, jnp.arange(len(tokens), dtype=jnp.int32)[None], runner.new_state(1).cache, tap)
-        model.logits(hidden, tap)
-        return {name: np.asarray(value[0], np.float32) for name, value in seen.items()}
+    positions = first + jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    hidden, cache = model(jnp.asarray([tokens], jnp.int32), positions, cache, tap)
+    model.logits(hidden, tap)
+    return {name: np.asarray(value[0], np.float32) for name, value in seen.items()}, cache

@@ -18,8 +18,11 @@ from .arms import DecoderArm, open_arms
 from .bench import judge_all, looked_into, time_all
 from .costs import capture_costs
 from .line import Line
-from .parity import Reference
+from .models import model_config
+from .parity import Reference, Verdict
 from .workload import Variant, Workload
+
+STAGES_OF_PLAIN = "the reference does not fit this device, and stages are judged of plain kernels alone"
 
 
 def run(job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
@@ -33,19 +36,39 @@ def run(job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
 
         xla_flags.check_environment()
         xla_flags.set_options(job["xla_options"])
+    if job["staged"]:
+        return _run_staged(job, workload, variants, line)
     # The tokens to force are not known before the reference is: any will do until then.
     forced = [[0] * workload.new_tokens] * workload.batch
-    arms, failures = open_arms(workload, variants, job["prompts"], forced, job["prepare_limit"], lambda label: line.say("opened", f"opened {label}"))
+    arms, failures = _open(job, workload, variants, forced, line)
     line.wait("reference")
-    measured = _measure(arms, workload, job, line) if arms else []
-    return measured + failures
-
-
-def _measure(arms: Sequence[DecoderArm], workload: Workload, job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
+    if not arms:
+        return failures
     stored = np.load(job["reference"])
     for arm in arms:
         arm.forced = stored["tokens"].tolist()
     verdicts = judge_all(arms, workload, Reference(stored["logits"], stored.get("theirs")))
+    return _measure(arms, verdicts, workload, job, line) + failures
+
+
+def _run_staged(job: dict[str, Any], workload: Workload, variants: Sequence[Variant], line: Line) -> list[dict[str, Any]]:
+    """As ``run``, for a model whose reference is made here, piece by piece, before the weights are."""
+    from .staged import forced_tokens, judge_by_stages, reference_stages
+
+    plain = [v for v in variants if v.kernels == "plain"]
+    odd = [{**v.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": STAGES_OF_PLAIN} for v in variants if v not in plain]
+    wanted, theirs = reference_stages(workload.model, workload.dtype, job["device"])
+    arms, failures = _open(job, workload, plain, forced_tokens(workload, model_config(workload.model).vocab_size), line)
+    if not arms:
+        return failures + odd
+    return _measure(arms, judge_by_stages(arms, wanted, theirs), workload, job, line) + failures + odd
+
+
+def _open(job: dict[str, Any], workload: Workload, variants: Sequence[Variant], forced: list[list[int]], line: Line) -> tuple[list[DecoderArm], list[dict[str, Any]]]:
+    return open_arms(workload, variants, job["prompts"], forced, job["prepare_limit"], lambda label: line.say("opened", f"opened {label}"))
+
+
+def _measure(arms: Sequence[DecoderArm], verdicts: Sequence[Verdict], workload: Workload, job: dict[str, Any], line: Line) -> list[dict[str, Any]]:
     line.say("ready", "ready to be timed")
     line.wait("go")
     measured = time_all(arms, verdicts, workload, job["rounds"], job["repeats"], job["device"])

@@ -124,9 +124,9 @@ def hide(package: str, monkeypatch, hidden) -> None:
 
         sees = module.seen
 
-        def seen(positions, cache, windows):
+        def seen(positions, cache, windows, first):
             blind = hidden(torch.arange(cache.shape[3]), positions[:, None, :, None])
-            return {w: s._replace(mask=s.mask.masked_fill(blind, float("-inf"))) for w, s in sees(positions, cache, windows).items()}
+            return {w: s._replace(mask=s.mask.masked_fill(blind, float("-inf"))) for w, s in sees(positions, cache, windows, first).items()}
 
         monkeypatch.setattr(module, "seen", seen)
         return

@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from compare.models import model_config
 from torch_decoder.kernels import advance, attention, products
-from torch_decoder.kernels.tiles import tile_for
+from torch_decoder.kernels.tiles import span_for, tile_for
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {"eps": "fp32", "scale": "fp32", **dict.fromkeys(("N", "V", "S", "S1", "count", "window"), "i32")}
@@ -59,10 +59,11 @@ def main() -> None:
                 constants = {"K": columns, "BN": tile.rows, "BK": tile.inner, "BB": 1 if batch == 1 else 16, "HEADROOM": 2.0**-6, "OVERLAP": batch == 1}
                 constants |= {flag: flags.get(flag, False) for flag in ("NORM", "BIAS", "GATED", "ADD")}
                 found[f"{model} {name} {batch}"] = resources(products._product, constants, tile.warps, batch == 1, ("out",) * (name in ("qkv", "head")))
+        span = span_for(config.head_dim)
         sizes = {"N": config.num_heads, "KV": config.num_kv_heads, "H": config.head_dim, "NORM": config.qk_norm, "SPLITS": 8, "GP": 16, "HP": config.head_dim // 2}
-        found[f"{model} attend"] = resources(attention._attend, {**sizes, "SPLIT": attention.SPLIT, "BLOCK": attention.BLOCK, "OVERLAP": True}, 4, True)
+        found[f"{model} attend"] = resources(attention._attend, {**sizes, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": True}, span.warps, True)
     for width in (64, 128, 256):  # numbers of four bytes take the most shared memory
-        sizes = {"N": 16, "KV": 8, "H": width, "NORM": True, "SPLITS": 8, "GP": 16, "HP": width // 2, "SPLIT": attention.SPLIT, "BLOCK": attention.BLOCK, "OVERLAP": False}
+        sizes = {"N": 16, "KV": 8, "H": width, "NORM": True, "SPLITS": 8, "GP": 16, "HP": width // 2, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": False}
         found[f"attend float32 {width}"] = resources(attention._attend, sizes, 4, False, half="*fp32", num_stages=attention.stages_of(width, 4))
     found["summarise"] = resources(advance._summarise, {"CHUNKS": 38, "CHUNK": advance.CHUNK, "OVERLAP": False}, 8, False)
     for greedy in (True, False):

@@ -71,6 +71,12 @@ def test_a_tile_covers_every_shape():
         assert all(n & (n - 1) == 0 for n in tile) and (batch == 1 or min(tile[:2]) >= tiles.MIN_DOT)
 
 
+def test_spans_and_early_starts_come_from_the_table(monkeypatch):
+    monkeypatch.setattr(tiles, "_measured", lambda: {"attend 128": [64, 32, 2], "early 1024": [1], "early 4096": [0]})
+    assert tiles.span_for(128) == tiles.Span(64, 32, 2) and tiles.span_for(64) == tiles.span_for(128, itemsize=4) == tiles.Span(256, 64, 4)
+    assert [tiles.starts_early(width) for width in (1024, 4096, 2048)] == [True, False, False]
+
+
 def test_measured_tiles_are_for_numbers_of_two_bytes(monkeypatch):
     """A tile of twice the bytes may not fit."""
     monkeypatch.setattr(tiles, "_measured", lambda: {"64x128": [16, 128, 8]})
@@ -112,8 +118,7 @@ def expected_attention(heads, norms, rope, positions, k_cache, v_cache, window, 
 @pytest.mark.parametrize(("num_heads", "kv_heads", "width", "normed"), [(4, 2, 16, True), (6, 2, 24, False), (3, 3, 8, True)])
 def test_attention_over_poisoned_caches(num_heads, kv_heads, width, normed, window, dtype, monkeypatch):
     """One valid position, the last slot, several splits: slots outside hold NaN, and nothing but one slot is written."""
-    monkeypatch.setattr(attention, "SPLIT", 48)  # three blocks: the last row has two splits and loops in both
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "span_for", lambda *_: tiles.Span(48, 16, 4))  # three blocks: the last row has two splits and loops in both
     slots, positions = 70, torch.tensor([0, 43, 69], dtype=torch.int32, device=DEVICE)
     k_cache = torch.full((3, kv_heads, slots, width), float("nan"), dtype=dtype, device=DEVICE)
     v_cache = k_cache.clone()
@@ -225,7 +230,7 @@ def test_more_rows_than_fused_kernels_take_run_plain(strong):
 def test_a_broken_kernel_is_seen(strong, monkeypatch, few_programs):
     """The control: a residual that is left out."""
     real = products.linear_add
-    monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual: real(x, weight, bias, torch.zeros_like(residual)))
+    monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual, early: real(x, weight, bias, torch.zeros_like(residual), early))
     ours = forced_steps("torch", strong("llama"), "fused", [P24[:5]], 1)[0]
     assert np.abs(ours - forced_steps("torch", strong("llama"), "plain", [P24[:5]], 1)[0]).max() > 0.1
 

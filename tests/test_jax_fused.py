@@ -93,8 +93,7 @@ def expected_attention(heads, norms, rope, positions, k_cache, v_cache, window, 
 @pytest.mark.parametrize(("num_heads", "kv_heads", "width", "normed"), [(4, 2, 32, True), (6, 2, 64, False), (3, 3, 32, True)])
 def test_attention_over_poisoned_caches(num_heads, kv_heads, width, normed, window, dtype, monkeypatch):
     """One valid position, the last slot, several splits: slots outside hold NaN, and nothing but one slot is written."""
-    monkeypatch.setattr(attention, "SPLIT", 48)  # three blocks: the last row has two splits and loops in both
-    monkeypatch.setattr(attention, "BLOCK", 16)
+    monkeypatch.setattr(attention, "span_for", lambda *_: tiles.Span(48, 16, 4))  # three blocks: the last row has two splits and loops in both
     layer, slots, positions = 1, 70, np.array([0, 43, 69], np.int32)
     shape = (2, 3, kv_heads, slots, width)
     caches = []

@@ -126,7 +126,7 @@ def decode_step(model: Model, state: DecodeState, kind: str) -> DecodeState:
         return _advance(state, kind)
     from .kernels.advance import advance
 
-    advance(state, None if kind == "greedy" else _sample(state), (IDLE, RUNNING, STOPPED, LENGTH, FAILED))
+    advance(state, None if kind == "greedy" else _sample(state), (IDLE, RUNNING, STOPPED, LENGTH, FAILED), model.starts_early)
     return state
 
 

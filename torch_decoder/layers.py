@@ -117,15 +117,18 @@ class DecoderLayer(nn.Module):
         cache: Float[Tensor, "2 B K S H"],
         window: int | None,
         finished: Int[Tensor, " C"],
+        early: bool,
     ) -> Float[Tensor, "B D"]:
-        """The same layer for one token a row, in five kernels of this project."""
+        """The same layer for one token a row, in five kernels of this project; ``early`` as in ``kernels.tiles``."""
         # Triton is there only where fused kernels can run.
         from .kernels import attention, products
 
         ours, mlp = self.self_attn, self.mlp
         norms = None if ours.q_norm is None else (ours.q_norm.weight, ours.k_norm.weight, ours.q_norm.eps)
-        heads = products.norm_linear(x, self.input_layernorm.weight, self.input_layernorm.eps, ours.qkv_proj.weight, ours.qkv_proj.bias, torch.float32)
-        attended = attention.attend(heads, norms, rope, positions, *cache, window, finished)
-        x = products.linear_add(attended, ours.o_proj.weight, ours.o_proj.bias, x)
-        inner = products.norm_gated_silu(x, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias)
-        return products.linear_add(inner, mlp.down_proj.weight, mlp.down_proj.bias, x)
+        norm = self.input_layernorm
+        heads = products.norm_linear(x, norm.weight, norm.eps, ours.qkv_proj.weight, ours.qkv_proj.bias, torch.float32, early)
+        attended = attention.attend(heads, norms, rope, positions, *cache, window, finished, early)
+        x = products.linear_add(attended, ours.o_proj.weight, ours.o_proj.bias, x, early)
+        norm = self.post_attention_layernorm
+        inner = products.norm_gated_silu(x, norm.weight, norm.eps, mlp.gate_up_proj.weight, mlp.gate_up_proj.bias, early)
+        return products.linear_add(inner, mlp.down_proj.weight, mlp.down_proj.bias, x, early)

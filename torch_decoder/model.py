@@ -88,15 +88,22 @@ class Model(nn.Module):
 
     def _fused_layers(self, x: Float[Tensor, "B D"], positions: Int[Tensor, " B"], cache: KVCache) -> Float[Tensor, "B D"]:
         for index, layer in enumerate(self.layers):
-            x = layer.fused_step(x, self.rope, positions, cache.layers[index], self.config.sliding_windows[index], self.finished)
+            x = layer.fused_step(x, self.rope, positions, cache.layers[index], self.config.sliding_windows[index], self.finished, self.starts_early)
         return x
+
+    @property
+    def starts_early(self) -> bool:
+        """Do fused kernels start while the one before them ends?"""
+        from .kernels import tiles
+
+        return tiles.starts_early(self.config.hidden_size)
 
     def logits_into(self, out: Float[Tensor, "B V"], hidden: Float[Tensor, "B 1 D"]) -> None:
         """``logits`` of a step, written where the state keeps them."""
         if self.fused(*hidden.shape[:2]):
             from .kernels import products
 
-            products.norm_logits(hidden[:, 0], self.norm.weight, self.norm.eps, self._head, out)
+            products.norm_logits(hidden[:, 0], self.norm.weight, self.norm.eps, self._head, out, self.starts_early)
         else:
             out.copy_(self.logits(hidden)[:, 0])
 

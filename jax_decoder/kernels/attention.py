@@ -16,10 +16,8 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from .plain import Weight
-from .tiles import MIN_DOT, interpreted
+from .tiles import MIN_DOT, Span, interpreted, span_for
 
-SPLIT = 256  # slots of one program
-BLOCK = 64  # of which so many at a time
 Sums = tuple[Array, Array, Array, Array]  # highest score, total of the weights, and both halves of their sum
 
 
@@ -147,7 +145,8 @@ def attend(
     _, batch, kv_heads, slots, width = k_cache.shape
     num_heads = heads.shape[1] // width - 2 * kv_heads
     padded = max(MIN_DOT, 1 << (num_heads // kv_heads - 1).bit_length())
-    splits = pl.cdiv(slots, SPLIT)
+    span: Span = span_for(width, k_cache.dtype.itemsize)
+    splits = pl.cdiv(slots, span.split)
     arguments = [heads.reshape(heads.shape[0], -1, width), rope, positions, k_cache, v_cache, finished]
     norm_layer, eps = None, 0.0
     if norms is not None:
@@ -162,8 +161,8 @@ def attend(
         norm_layer=norm_layer,
         eps=eps,
         window=slots + 1 if window is None else window,
-        split_length=SPLIT,
-        block=BLOCK,
+        split_length=span.split,
+        block=span.block,
     )
     k_cache, v_cache, finished, out, _ = pl.pallas_call(
         kernel,
@@ -174,7 +173,7 @@ def attend(
         ),
         grid=(batch * kv_heads, splits),
         input_output_aliases={first: 0, first + 1: 1, first + 2: 2},
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=span.warps, num_stages=2),
         interpret=interpreted(),
         name="attend",
     )(*arguments)

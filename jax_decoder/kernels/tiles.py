@@ -37,6 +37,20 @@ def tile_for(rows: int, inner: int, batch: int, gated: bool, itemsize: int = 2) 
     return Tile(_divisor(rows, 8 if rows >= 65536 else 2 if rows <= 4096 or gated else 4), _divisor(inner, 1024), 4)
 
 
+class Span(NamedTuple):
+    """Slots of a cache that a program of attention takes, slots at a time, and its warps."""
+
+    split: int
+    block: int
+    warps: int
+
+
+def span_for(width: int, itemsize: int = 2) -> Span:
+    """The span for heads of that width: measured, or one that was found good."""
+    measured = _measured().get(f"attend {width}") if itemsize == 2 else None
+    return Span(*measured) if measured is not None else Span(256, 64, 4)
+
+
 def key(rows: int, inner: int, batch: int, gated: bool) -> str:
     """The name of a shape in tiles.json."""
     return f"{rows}x{inner}{' gated' * gated}{' many' * (batch > 1)}"

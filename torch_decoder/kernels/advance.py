@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import overlap
+from .tiles import launch_options
 
 CHUNK = 4096  # logits of one program of the first kernel
 
@@ -96,16 +96,16 @@ def _advance(
         tl.store(status + row, ended)
 
 
-def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...]) -> None:
+def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...], early: bool = False) -> None:
     """Move every row of a DecodeState on, in place, from its ``logits``; without ``chosen`` greedily.
 
-    ``statuses`` are the values of IDLE, RUNNING, STOPPED, LENGTH and FAILED.
+    ``statuses`` are the values of IDLE, RUNNING, STOPPED, LENGTH and FAILED; ``early`` as in ``launch_options``.
     """
     logits: Float[Tensor, "B V"] = state.logits
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     summary = torch.empty(rows * chunks * 3, dtype=torch.float32, device=logits.device)
-    _summarise[(rows, chunks)](logits, summary, vocabulary, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **overlap())
+    _summarise[(rows, chunks)](logits, summary, vocabulary, CHUNKS=chunks, CHUNK=CHUNK, num_warps=8, **launch_options(early))
     _advance[(rows,)](
         logits,
         summary,
@@ -126,5 +126,5 @@ def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...]) 
         GREEDY=chosen is None,
         IDLE_TO_FAILED=statuses,
         num_warps=1,
-        **overlap(),
+        **launch_options(early),
     )

@@ -14,10 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import MIN_DOT, overlap
-
-SPLIT = 256  # slots of one program
-BLOCK = 64  # of which so many at a time
+from .tiles import MIN_DOT, Span, launch_options, span_for
 
 
 @triton.jit
@@ -159,10 +156,6 @@ def _attend(
             tl.store(target + H // 2, (sum2 / total[:, None]).to(kind), mask=mask)
 
 
-def splits_of(slots: int) -> int:
-    return triton.cdiv(slots, SPLIT)
-
-
 def stages_of(width: int, itemsize: int) -> int:
     """Loads under way at a time: three, where keys and values of as many blocks fit the shared memory (227 KB on Hopper)."""
     return 3 if width * itemsize <= 512 else 2
@@ -177,16 +170,19 @@ def attend(
     v_cache: Float[Tensor, "B K S H"],
     window: int | None,
     finished: Int[Tensor, " C"],
+    early: bool = False,
 ) -> Float[Tensor, "B N"]:
     """Attention of one new token a row; its key and value go into the cache at ``positions``.
 
     ``heads`` are projected query, key and value heads, M = (N heads + 2 K) * H, before their norms
     (``norms``: weights of queries and keys, epsilon) and rotation; ``rope`` is the whole table.
-    ``finished`` holds a zero for each row and key head, and zeros again afterwards.
+    ``finished`` holds a zero for each row and key head, and zeros again afterwards. ``early`` as in
+    ``launch_options``.
     """
     batch, kv_heads, slots, width = k_cache.shape
     num_heads = heads.shape[1] // width - 2 * kv_heads
-    splits = splits_of(slots)
+    span: Span = span_for(width, k_cache.element_size())
+    splits = triton.cdiv(slots, span.split)
     out = heads.new_empty(batch, num_heads * width, dtype=k_cache.dtype)
     partial = heads.new_empty(batch * splits * num_heads * (width + 2), dtype=torch.float32) if splits > 1 else finished
     q_norm, k_norm, eps = norms if norms is not None else (heads, heads, 0.0)
@@ -210,12 +206,12 @@ def attend(
         H=width,
         NORM=norms is not None,
         SPLITS=splits,
-        SPLIT=SPLIT,
-        BLOCK=BLOCK,
+        SPLIT=span.split,
+        BLOCK=span.block,
         GP=max(MIN_DOT, triton.next_power_of_2(num_heads // kv_heads)),
         HP=max(MIN_DOT, triton.next_power_of_2(width // 2)),
-        num_warps=4,
+        num_warps=span.warps,
         num_stages=stages_of(width, k_cache.element_size()),
-        **overlap(),
+        **launch_options(early),
     )
     return out

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .tiles import MIN_DOT, Tile, overlap, tile_for
+from .tiles import MIN_DOT, Tile, launch_options, tile_for
 
 # Products of normalised rows are scaled when they are finished, so that rows are read once; until
 # then float16 needs room above the largest activation. A power of two costs no bits.
@@ -168,7 +168,7 @@ def _product(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool) -> Tensor:
+def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool, early: bool) -> Tensor:
     count, inner = x.shape
     rows = out.shape[1]
     tile: Tile = tile_for(rows, inner, count, gated, weight.element_size())
@@ -193,28 +193,34 @@ def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Te
         ADD=residual is not None,
         HEADROOM=_HEADROOM,
         num_warps=tile.warps,
-        **overlap(),
+        **launch_options(early),
     )
     return out
 
 
 def norm_linear(
-    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, out_dtype: torch.dtype
+    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, out_dtype: torch.dtype, early: bool = False
 ) -> Float[Tensor, "B N"]:
-    """``linear(rms_norm(x, norm, eps), weight, bias)``, sums in float32."""
-    return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype), False)
+    """``linear(rms_norm(x, norm, eps), weight, bias)``, sums in float32. ``early`` as in ``launch_options``."""
+    return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype), False, early)
 
 
-def norm_gated_silu(x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N2 K"], bias: Float[Tensor, " N2"] | None) -> Float[Tensor, "B N"]:
+def norm_gated_silu(
+    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N2 K"], bias: Float[Tensor, " N2"] | None, early: bool = False
+) -> Float[Tensor, "B N"]:
     """``gated_silu(linear(rms_norm(x, norm, eps), weight, bias))``; N2 = 2 N, gate rows first."""
-    return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0] // 2), True)
+    return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0] // 2), True, early)
 
 
-def linear_add(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, residual: Float[Tensor, "B N"]) -> Float[Tensor, "B N"]:
+def linear_add(
+    x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, residual: Float[Tensor, "B N"], early: bool = False
+) -> Float[Tensor, "B N"]:
     """``residual + linear(x, weight, bias)``."""
-    return _launch(x, None, 0.0, weight, bias, residual, torch.empty_like(residual), False)
+    return _launch(x, None, 0.0, weight, bias, residual, torch.empty_like(residual), False, early)
 
 
-def norm_logits(x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "V K"], out: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+def norm_logits(
+    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "V K"], out: Float[Tensor, "B V"], early: bool = False
+) -> Float[Tensor, "B V"]:
     """Final norm and output head, written to ``out`` (float32)."""
-    return _launch(x, norm, eps, weight, None, None, out, False)
+    return _launch(x, norm, eps, weight, None, None, out, False, early)

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Programmatic dependent launch (Hopper and newer): a kernel starts while the one before it ends.
-OVERLAP = False
 MIN_DOT = 16  # the smallest side that tensor cores take
 
 
-def overlap() -> dict[str, Any]:
-    """Launch arguments of a kernel that may start early: each must wait before it reads or writes."""
-    return {"OVERLAP": True, "launch_pdl": True} if OVERLAP else {"OVERLAP": False}
+def launch_options(early: bool) -> dict[str, Any]:
+    """Launch arguments of a kernel. ``early``: it starts while the one before it ends (programmatic
+    dependent launch, Hopper and newer), and waits before it reads or writes what others do."""
+    return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
 
 
 class Tile(NamedTuple):
@@ -42,6 +41,25 @@ def tile_for(rows: int, inner: int, batch: int, gated: bool, itemsize: int = 2) 
     if rows >= 65536:
         return Tile(8, columns, 4)
     return Tile(2 if rows <= 4096 or gated else 4, columns, 4)
+
+
+class Span(NamedTuple):
+    """Slots of a cache that a program of attention takes, slots at a time, and its warps."""
+
+    split: int
+    block: int
+    warps: int
+
+
+def span_for(width: int, itemsize: int = 2) -> Span:
+    """The span for heads of that width: measured, or one that was found good."""
+    measured = _measured().get(f"attend {width}") if itemsize == 2 else None
+    return Span(*measured) if measured is not None else Span(256, 64, 4)
+
+
+def starts_early(hidden_size: int) -> bool:
+    """Do kernels of a model of that width gain by starting early? Only where measured: it also costs some."""
+    return bool(_measured().get(f"early {hidden_size}", [0])[0])
 
 
 def key(rows: int, inner: int, batch: int, gated: bool) -> str:

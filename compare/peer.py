@@ -127,7 +127,7 @@ def _teacher_forced(model: torch.nn.Module, prompts: list[list[int]], tokens: np
     collected = []
     for prompt, row in zip(prompts, tokens):
         whole = torch.tensor([[*prompt, *row[:-1].tolist()]], device=model.device)
-        collected.append(model(whole).logits[0, len(prompt) - 1 :].float().cpu().numpy())
+        collected.append(model(whole, logits_to_keep=len(row)).logits[0].float().cpu().numpy())  # those of a long prompt would fill the memory
     return np.stack(collected, axis=1)
 
 

@@ -8,16 +8,17 @@ no shape depends on a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # A mass that equals p up to the rounding of the sum counts as having reached p.
 _MASS_TOLERANCE = 2.0**-20
 _SMALLEST_KEY = -2139095041  # of -inf; see _ordered_keys
+_KEY_BITS = 31  # from there on up to 0
 
 
 def threefry_2x32(key: tuple[UInt[Array, "..."], UInt[Array, "..."]], counter: tuple[UInt[Array, "..."], UInt[Array, "..."]]) -> tuple[UInt[Array, "..."], UInt[Array, "..."]]:
@@ -57,18 +58,31 @@ def _ordered_keys(x: Float[Array, "B V"]) -> Int[Array, "B V"]:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _largest_key_where(reached: Callable[[Array], Array], rows: int) -> Int[Array, "B 1"]:
-    """Bisect for the largest key at which ``reached`` still holds; keys are at most 0.
+def _largest_key(keys: Int[Array, "B V"], weights: Shaped[Array, "B V"], needed: Shaped[Array, "B 1"]) -> Int[Array, "B 1"]:
+    """The largest key from which on (upwards) the weights still add up to ``needed``; keys are at most 0.
 
-    Unrolled: a loop on the device would not become part of a command buffer.
+    A search by digits of the key, all values of a digit at once: on a GPU fewer kernels are worth
+    more work in each.
     """
-    low = jnp.full((rows, 1), _SMALLEST_KEY, jnp.int32)
-    high = jnp.ones((rows, 1), jnp.int32)
-    for _ in range(31):
-        middle = low + ((high - low) >> 1)
-        holds = reached(middle)
-        low, high = jnp.where(holds, middle, low), jnp.where(holds, high, middle)
-    return low
+    return jax.lax.platform_dependent(keys, weights, needed, cpu=partial(_search, bits=1), default=partial(_search, bits=5))
+
+
+def _search(keys: Int[Array, "B V"], weights: Shaped[Array, "B V"], needed: Shaped[Array, "B 1"], bits: int) -> Int[Array, "B 1"]:
+    """``_largest_key`` by digits of ``bits``. Unrolled: a loop on the device would not become part of a command buffer."""
+    low = jnp.full((keys.shape[0], 1), _SMALLEST_KEY, jnp.int32)
+    left = _KEY_BITS
+    while left:
+        digit = (left - 1) % bits + 1  # the first one takes what does not divide
+        left -= digit
+        steps = jnp.arange(1, 2**digit, dtype=jnp.int32)[None] << left
+        reached = _mass_from(keys, weights, low + steps) >= needed
+        low = low + (reached.sum(1, keepdims=True, dtype=jnp.int32) << left)
+    return jnp.minimum(low, 0)  # nothing needed is reached above every key, too
+
+
+def _mass_from(keys: Int[Array, "B V"], weights: Shaped[Array, "B V"], bounds: Int[Array, "B N"]) -> Shaped[Array, "B N"]:
+    """Sums of the weights whose keys reach each bound."""
+    return jnp.where(keys[:, None] >= bounds[:, :, None], weights[:, None], 0).sum(2)
 
 
 def kept_tokens(logits: Float[Array, "B V"], filters: Float[Array, "B 3"], top_k: Int[Array, " B"]) -> tuple[Float[Array, "B V"], Bool[Array, "B V"]]:
@@ -76,13 +90,13 @@ def kept_tokens(logits: Float[Array, "B V"], filters: Float[Array, "B 3"], top_k
 
     ``filters`` holds temperature, top_p and min_p of each row.
     """
-    rows, vocab_size = logits.shape
+    vocab_size = logits.shape[1]
     temperature, top_p, min_p = (filters[:, i : i + 1] for i in range(3))
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     scaled = scaled - scaled.max(axis=1, keepdims=True)
     keys = _ordered_keys(scaled)
     count = jnp.minimum(jnp.where(top_k[:, None] > 0, top_k[:, None], vocab_size), vocab_size)
-    kth = _largest_key_where(lambda key: (keys >= key).sum(1, keepdims=True) >= count, rows)
+    kth = _largest_key(keys, jnp.ones_like(keys), count)
     weights = jnp.where(keys >= kth, jnp.exp(scaled), 0.0)
     keep = (keys >= kth) & _top_p(keys, weights, top_p) & (weights >= min_p)
     return scaled, keep
@@ -91,14 +105,10 @@ def kept_tokens(logits: Float[Array, "B V"], filters: Float[Array, "B 3"], top_k
 def _top_p(keys: Int[Array, "B V"], weights: Float[Array, "B V"], top_p: Float[Array, "B 1"]) -> Bool[Array, "B V"]:
     """The smallest set whose mass reaches top_p, without a sort; ties in ascending id order."""
     needed = top_p * (1 - _MASS_TOLERANCE) * weights.sum(1, keepdims=True)
-
-    def mass_from(key: Array) -> Array:
-        return jnp.where(keys >= key, weights, 0.0).sum(1, keepdims=True)
-
-    key = _largest_key_where(lambda key: mass_from(key) >= needed, keys.shape[0])
+    key = _largest_key(keys, weights, needed)
     tied = keys == key
     tied_weight = jnp.where(tied, weights, 0.0).max(1, keepdims=True)
-    missing = jnp.maximum(jnp.ceil((needed - mass_from(key + 1)) / tied_weight), 1.0)
+    missing = jnp.maximum(jnp.ceil((needed - _mass_from(keys, weights, key + 1)) / tied_weight), 1.0)
     rank = jnp.cumsum(tied, axis=1, dtype=jnp.int32)
     return (keys > key) | (tied & (rank <= missing)) | (top_p >= 1)
 

@@ -324,3 +324,38 @@ def test_selection_has_no_shapes_that_depend_on_values(kind, strong):
     """
     done = subprocess.run([sys.executable, "-c", COMPILE_WHOLE, str(strong("qwen2")), kind], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 5])
+@pytest.mark.parametrize("kind", ["count", "mass"])
+def test_a_search_by_digits_finds_the_largest_key(bits, kind):
+    """Against every key that occurs, tried one by one; ties, minus infinity and a maximum of 0 among them."""
+    generator = np.random.default_rng(bits)
+    values = np.sort(generator.standard_normal((3, 200)).astype(np.float32) * 4)
+    values -= values.max(1, keepdims=True)
+    values[1, :50], values[2, 100:140] = -np.inf, values[2, 100:101]
+    keys = jax_decoder.sampling._ordered_keys(jnp.asarray(values))
+    weights = jnp.ones_like(keys) if kind == "count" else jnp.exp(jnp.asarray(values))
+    for share in (1e-6, 0.3, 0.9, 0.9999):
+        needed = (weights.sum(1, keepdims=True) * share).astype(weights.dtype) if kind == "mass" else jnp.full((3, 1), max(1, int(200 * share)), jnp.int32)
+        found = np.asarray(jax_decoder.sampling._search(keys, weights, needed, bits))[:, 0]
+        masses = np.asarray(jax_decoder.sampling._mass_from(keys, weights, keys))
+        for row in range(3):
+            reached = np.asarray(keys)[row][masses[row] >= np.asarray(needed)[row]]
+            assert found[row] == reached.max()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 20])
+def test_rows_of_any_number_are_searched_alike(rows, monkeypatch):
+    """On a GPU the digits are wider for few rows: as if these tensors lay on one."""
+    logits = torch.randn(rows, 300, generator=torch.Generator().manual_seed(0)) * 3
+    filters = torch.tensor([[0.8, 0.9, 0.0]]).repeat(rows, 1)
+    top_k = torch.full((rows,), 50, dtype=torch.int32)
+    expected = torch_decoder.sampling.kept_tokens(logits, filters, top_k)[1]
+    search = torch_decoder.sampling._largest_key
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch_decoder.sampling, "_largest_key", lambda keys, weights, needed: search(keys.as_subclass(OnGpu), weights, needed).as_subclass(torch.Tensor))
+    assert torch.equal(torch_decoder.sampling.kept_tokens(logits, filters, top_k)[1], expected)

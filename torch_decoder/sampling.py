@@ -8,16 +8,15 @@ no shape depends on a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 # A mass that equals p up to the rounding of the sum counts as having reached p.
 _MASS_TOLERANCE = 2.0**-20
 _SMALLEST_KEY = -2139095041  # of -inf; see _ordered_keys
+_KEY_BITS = 31  # from there on up to 0
 
 
 def threefry_2x32(key: tuple[Int[Tensor, "..."], Int[Tensor, "..."]], counter: tuple[Int[Tensor, "..."], Int[Tensor, "..."]]) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
@@ -55,15 +54,28 @@ def _ordered_keys(x: Float[Tensor, "B V"]) -> Int[Tensor, "B V"]:
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _largest_key_where(reached: Callable[[Tensor], Tensor], like: Tensor) -> Int[Tensor, "B 1"]:
-    """Bisect for the largest key at which ``reached`` still holds; keys are at most 0."""
-    low = torch.full_like(like[:, :1], _SMALLEST_KEY, dtype=torch.int32)
-    high = torch.ones_like(low)
-    for _ in range(31):
-        middle = low + ((high - low) >> 1)
-        holds = reached(middle)
-        low, high = torch.where(holds, middle, low), torch.where(holds, high, middle)
-    return low
+def _largest_key(keys: Int[Tensor, "B V"], weights: Shaped[Tensor, "B V"], needed: Shaped[Tensor, "B 1"]) -> Int[Tensor, "B 1"]:
+    """The largest key from which on (upwards) the weights still add up to ``needed``; keys are at most 0.
+
+    A search by digits of the key, all values of a digit at once: on a GPU fewer kernels are worth
+    more work in each, as far as their results [B, values, V] stay small.
+    """
+    rows = keys.shape[0]
+    bits = 1 if not keys.is_cuda or rows > 16 else 2 if rows > 4 else 4
+    low = torch.full_like(needed, _SMALLEST_KEY, dtype=torch.int32)
+    left = _KEY_BITS
+    while left:
+        digit = (left - 1) % bits + 1  # the first one takes what does not divide
+        left -= digit
+        steps = torch.arange(1, 2**digit, dtype=torch.int32, device=keys.device) << left
+        reached = _mass_from(keys, weights, low + steps) >= needed
+        low = low + (reached.sum(1, keepdim=True, dtype=torch.int32) << left)
+    return low.clamp(max=0)  # nothing needed is reached above every key, too
+
+
+def _mass_from(keys: Int[Tensor, "B V"], weights: Shaped[Tensor, "B V"], bounds: Int[Tensor, "B N"]) -> Shaped[Tensor, "B N"]:
+    """Sums of the weights whose keys reach each bound."""
+    return torch.where(keys[:, None] >= bounds[:, :, None], weights[:, None], 0).sum(2)
 
 
 def kept_tokens(logits: Float[Tensor, "B V"], filters: Float[Tensor, "B 3"], top_k: Int[Tensor, " B"]) -> tuple[Float[Tensor, "B V"], Bool[Tensor, "B V"]]:
@@ -76,7 +88,7 @@ def kept_tokens(logits: Float[Tensor, "B V"], filters: Float[Tensor, "B 3"], top
     scaled = scaled - scaled.amax(dim=1, keepdim=True)
     keys = _ordered_keys(scaled)
     count = torch.where(top_k[:, None] > 0, top_k[:, None], logits.shape[1]).clamp(max=logits.shape[1])
-    kth = _largest_key_where(lambda key: (keys >= key).sum(1, keepdim=True) >= count, keys)
+    kth = _largest_key(keys, torch.ones_like(keys), count)
     weights = torch.where(keys >= kth, torch.exp(scaled), 0.0)
     keep = (keys >= kth) & _top_p(keys, weights, top_p) & (weights >= min_p)
     return scaled, keep
@@ -85,14 +97,10 @@ def kept_tokens(logits: Float[Tensor, "B V"], filters: Float[Tensor, "B 3"], top
 def _top_p(keys: Int[Tensor, "B V"], weights: Float[Tensor, "B V"], top_p: Float[Tensor, "B 1"]) -> Bool[Tensor, "B V"]:
     """The smallest set whose mass reaches top_p, without a sort; ties in ascending id order."""
     needed = top_p * (1 - _MASS_TOLERANCE) * weights.sum(1, keepdim=True)
-
-    def mass_from(key: Tensor) -> Tensor:
-        return torch.where(keys >= key, weights, 0.0).sum(1, keepdim=True)
-
-    key = _largest_key_where(lambda key: mass_from(key) >= needed, keys)
+    key = _largest_key(keys, weights, needed)
     tied = keys == key
     tied_weight = torch.where(tied, weights, 0.0).amax(1, keepdim=True)
-    missing = torch.ceil((needed - mass_from(key + 1)) / tied_weight).clamp(min=1.0)
+    missing = torch.ceil((needed - _mass_from(keys, weights, key + 1)) / tied_weight).clamp(min=1.0)
     rank = tied.cumsum(1)
     return (keys > key) | (tied & (rank <= missing)) | (top_p >= 1)
 

@@ -18,7 +18,51 @@ DOZE_S = 1e-4  # between two looks at an array
 SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampled variants
 
 
-class DecoderArm:
+class ForcedArm:
+    """What all arms have in common that step rows through forced tokens; see ``timing.Arm``."""
+
+    forced: list[list[int]]
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def steps(self, count: int) -> None:
+        raise NotImplementedError
+
+    def newest(self, name: str) -> Any:
+        """The framework's array of the newest ``tokens`` or ``logits``."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        host(self.newest("tokens"))
+
+    def doze(self) -> None:
+        doze(self.newest("tokens"))
+
+    def mark(self) -> Any:
+        return cuda_event(self.newest("tokens"))
+
+    def logits(self) -> np.ndarray:
+        """float32 [steps, B, V] of the very steps that are timed, teacher-forced."""
+        return self.logits_every(1)
+
+    def logits_every(self, steps: int) -> np.ndarray:
+        """``logits`` of every so many steps, run in one go."""
+        self.restart()
+        collected = [host(self.newest("logits"))]
+        for _ in range((len(self.forced[0]) - 1) // steps):
+            self.steps(steps)
+            collected.append(host(self.newest("logits")))
+        return np.stack(collected)
+
+    def generate(self) -> None:
+        """A whole generation: prefill and every step, then wait."""
+        self.restart()
+        self.steps(len(self.forced[0]) - 1)
+        self.wait()
+
+
+class DecoderArm(ForcedArm):
     """A variant of one of this project's decoders, stepping rows through forced tokens."""
 
     def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]], weights: Any = None):
@@ -64,14 +108,8 @@ class DecoderArm:
         """Steps that the cache holds behind the longest prompt."""
         return self.decoder.max_seq_len - max(map(len, self.prompts))
 
-    def wait(self) -> None:
-        np.asarray(host(self.handle.tokens))
-
-    def doze(self) -> None:
-        doze(self.handle.tokens)
-
-    def mark(self) -> Any:
-        return cuda_event(self.handle.tokens)
+    def newest(self, name: str) -> Any:
+        return getattr(self.handle, name)
 
     def compilations(self) -> int:
         graphs = sum(graph.get("compilations", 0) for graph in self.decoder.launch_report()["graphs"])
@@ -83,24 +121,10 @@ class DecoderArm:
         A loop on the device shows the logits of its last step only: those stand in the place of
         the ones that single steps gave.
         """
-        collected = self._logits_every(1)
+        collected = self.logits_every(1)
         if self.variant.launch == "device_loop":
-            collected[::LOOP] = self._logits_every(LOOP)
+            collected[::LOOP] = self.logits_every(LOOP)
         return collected
-
-    def _logits_every(self, steps: int) -> np.ndarray:
-        self.restart()
-        collected = [host(self.handle.logits)]
-        for _ in range((len(self.forced[0]) - 1) // steps):
-            self.steps(steps)
-            collected.append(host(self.handle.logits))
-        return np.stack(collected)
-
-    def generate(self) -> None:
-        """A whole generation: prefill and every step, then wait."""
-        self.restart()
-        self.steps(len(self.forced[0]) - 1)
-        self.wait()
 
     def compile_s(self) -> float | None:
         seconds = [graph["compile_s"] for graph in self.decoder.launch_report()["graphs"] if "compile_s" in graph]

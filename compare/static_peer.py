@@ -18,13 +18,13 @@ from transformers import StaticCache
 
 from torch_decoder.graphs import Backend, CudaBackend, Recorded, record
 
-from .arms import cuda_event, doze
+from .arms import ForcedArm
 from .models import model_config
 from .timing import MeasurementError
 from .workload import Variant, Workload
 
 
-class StaticPeer:
+class StaticPeer(ForcedArm):
     """A variant of transformers with a static cache: launch cuda_graph, kernels plain or compiled (mode reduce-overhead).
 
     Prompts are padded on the left, [B, W]; a padded query sees itself, so that no row of scores is
@@ -110,34 +110,13 @@ class StaticPeer:
         for _ in range(count):
             self._launch()
 
-    def wait(self) -> None:
-        self._tokens.cpu()
-
-    def doze(self) -> None:
-        doze(self._tokens)
-
-    def mark(self) -> Any:
-        return cuda_event(self._tokens)
+    def newest(self, name: str) -> torch.Tensor:
+        return self._tokens if name == "tokens" else self._logits
 
     def compilations(self) -> int:
         from torch._dynamo.utils import counters
 
         return counters["stats"]["unique_graphs"]
-
-    def logits(self) -> np.ndarray:
-        """float32 [steps, B, V] of the very steps that are timed, teacher-forced."""
-        self.restart()
-        collected = [self._logits.cpu().numpy().copy()]
-        for _ in range(len(self.forced[0]) - 1):
-            self.steps(1)
-            collected.append(self._logits.cpu().numpy().copy())
-        return np.stack(collected)
-
-    def generate(self) -> None:
-        """A whole generation: prefill and every step, then wait."""
-        self.restart()
-        self.steps(len(self.forced[0]) - 1)
-        self.wait()
 
     def compile_s(self) -> float | None:
         return self.start_s if self.variant.kernels == "compiled" else None

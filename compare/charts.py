@@ -50,6 +50,13 @@ def axes(one: Any) -> Any:
     return one
 
 
+def _plain_ticks(axis: Any) -> None:
+    """Numbers as they are on a logarithmic axis: 2 and 50, no powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def speed_chart(result: dict[str, Any]) -> str:
     """Tokens a second of every measured variant."""
     arms = measured(result)[::-1]
@@ -71,9 +78,7 @@ def step_chart(result: dict[str, Any]) -> str:
         axes.plot([v["step_ms"]["p50"]], [row], "D", color=_INK, markersize=4)
     axes.set_yticks(range(len(arms)), [label(v) for v in arms])
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _plain_ticks(axes.xaxis)
     axes.set_xlabel("ms a step, logarithmic; the diamond is the median (less is better)")
     return _svg(figure, "Step times: " + ", ".join(f"{label(v)} {v['step_ms']['p50']:.2f} ms" for v in arms[::-1]))
 
@@ -123,6 +128,7 @@ def sweep_chart(series: Series) -> str:
             axes.plot(*zip(*kept), styles[number % 4], marker="o", markersize=4, color=COLOURS[curve.variant.framework], label=curve.name)
     axes.set_xticks(range(len(places)), places)
     axes.set_yscale("log")
+    _plain_ticks(axes.yaxis)
     axes.set_xlabel(series.axis)
     axes.set_ylabel(series.unit, color=_INK)
     axes.legend(fontsize=8, frameon=False, labelcolor=_INK)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from .evidence import pairs, passing
-from .results import label, measured, name_of
+from .results import Results, label, measured, name_of
 from .series import break_even, prefill_pay_back, recaptures
 from .statistics import ratio_interval
 from .workload import NEEDS_CUDA
 
-Results = Sequence[dict[str, Any]]
 NOT_HERE = "Not measured in these runs"
 
 

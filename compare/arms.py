@@ -221,6 +221,6 @@ def open_arms(
                 raise MeasurementError(f"not prepared: the variants before it took {seconds:.0f} s, and --prepare-limit is {limit_s:.0f}")
             arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None))
         except Exception as error:  # one variant that cannot start must not take the others along
-            failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": why(error)})
+            failures.append(variant.absent(workload.batch, why(error)))
         opened(variant.label())
     return arms, failures

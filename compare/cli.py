@@ -127,7 +127,7 @@ def _parity(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     from .report import write
 
-    write(_with_committed(_loaded(args.results)), Path(args.out))
+    write(_with_committed(_loaded(args.results)), Path(args.out), _outcomes(args.results))
     print(args.out)
     return 0
 
@@ -155,10 +155,9 @@ def _model(args: argparse.Namespace) -> int:
 
 
 def _claims(args: argparse.Namespace) -> int:
-    from .claims import lane_outcomes, lines, table
+    from .claims import lines, table
 
-    tests = {name: outcome for folder in map(Path, args.results) if folder.is_dir() for name, outcome in lane_outcomes(folder).items()}
-    print("\n".join(lines(table(_loaded(args.results), tests))))
+    print("\n".join(lines(table(_loaded(args.results), _outcomes(args.results)))))
     return 0
 
 
@@ -180,6 +179,13 @@ def _files(words: Sequence[str]) -> list[Path]:
     if not files:
         raise results.ResultError(f"{', '.join(words)}: no result files, expected those of `compare run`: name them, or a folder that holds them")
     return files
+
+
+def _outcomes(words: Sequence[str]) -> dict[str, str]:
+    """What the tests came to of GPU lanes whose folders are named."""
+    from .claims import lane_outcomes
+
+    return {name: outcome for folder in map(Path, words) if folder.is_dir() for name, outcome in lane_outcomes(folder).items()}
 
 
 def _diff(args: argparse.Namespace) -> int:

@@ -5,16 +5,15 @@ Only figures with a passing verdict count. Nothing seen: not measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 from .launch_model import evaluate, median_errors, quickest, terms
-from .results import measured, name_of, variant_of
+from .results import Results, measured, name_of, variant_of
 from .series import break_even, prefill_pay_back, recaptures
 from .workload import NEEDS_CUDA, WITH_GRAPH, WITHOUT_GRAPH, Variant
 
-Results = Sequence[dict[str, Any]]
 Tests = Mapping[str, str]  # outcome by test, of a run on a GPU
 Finding = tuple[list[str], str]  # what was seen, and the verdict
 Look = Callable[[Results, Tests], Finding]

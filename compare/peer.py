@@ -77,7 +77,7 @@ def _open_peers(
         try:
             arms.append(StaticPeer(variant, model, workload, prompts, tokens))
         except Exception as error:  # one that cannot start must not take the others along
-            failures.append({**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": why(error)})
+            failures.append(variant.absent(workload.batch, why(error)))
     return arms, failures
 
 

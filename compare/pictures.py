@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from .charts import COLOURS, axes, draw_timeline, traced_pair
-from .results import label, measured, name_of
+from .results import Results, label, measured, name_of
 from .workload import WITH_GRAPH
 
 DIGEST = "Description"  # the field of the PNG's metadata
-Results = Sequence[dict[str, Any]]
 
 
 def draw(found: Results) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from .workload import Variant
 
 SCHEMA_VERSION = 1
+Results = Sequence[dict[str, Any]]
 _TOP = ("schema_version", "created", "workload", "environment", "ceilings", "variants")
 _VARIANT = ("framework", "launch", "kernels", "sampling", "batch", "bucket")
 
@@ -28,11 +30,16 @@ def make(workload: dict[str, Any], environment: dict[str, Any], ceilings: dict[s
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """Write next to the target and rename: a reader never sees half a file."""
+    """Check it and write it whole."""
     check(result, str(path))
+    write_whole(path, as_text(result) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write next to the target and rename: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(as_text(result) + "\n")
+    temporary.write_text(text)
     os.replace(temporary, path)
 
 

@@ -78,7 +78,7 @@ def _compared(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda:
                 interrupted = True
                 break
     measured = merged(runs)
-    measured += [_absent(v, workload, reason) for v in variants if (reason := why_not(v, cuda, workload.batch)) is not None]
+    measured += [v.absent(workload.batch, reason) for v in variants if (reason := why_not(v, cuda, workload.batch)) is not None]
     order = {v: i for i, v in enumerate(variants)}
     measured.sort(key=lambda r: order[results.variant_of(r)])
     with turns.alone():
@@ -99,11 +99,7 @@ def _one_run(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: 
                 jobs.append({**job, "prompts": prompts, "compiled": kept if plan.processes > 1 else "", "staged": staged})
         found = measure(jobs, Path(name), not staged and room_for_all(workload, cuda, turns.count), turns)
     peers = [v for v in variants if staged and v.framework == "transformers" and why_not(v, cuda, workload.batch) is None]
-    return found + [_absent(v, workload, "its float32 reference does not fit this device: the decoders are judged stage by stage") for v in peers]
-
-
-def _absent(variant: Variant, workload: Workload, reason: str) -> dict[str, Any]:
-    return {**variant.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": reason}
+    return found + [v.absent(workload.batch, "its float32 reference does not fit this device: the decoders are judged stage by stage") for v in peers]
 
 
 def _job(framework: str, workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: Mapping[str, bool], folder: Path) -> dict[str, Any]:
@@ -175,7 +171,7 @@ def _each(work: Sequence[tuple], measured_by: Callable[[tuple], list[dict[str, A
         except KeyboardInterrupt:
             if not found:
                 raise
-            left = [{**v, "batch": job["workload"]["batch"], "bucket": job["workload"]["batch"], "not_measured": INTERRUPTED} for job, *_ in work[number:] for v in job["variants"]]
+            left = [Variant(**v).absent(job["workload"]["batch"], INTERRUPTED) for job, *_ in work[number:] for v in job["variants"]]
             raise Interrupted(found + left) from None
     return found
 
@@ -210,7 +206,7 @@ def _outcome(worker: Worker, job: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(found, str):
         return found
     log.error("%s", found)
-    return [{**v, "batch": job["workload"]["batch"], "bucket": job["workload"]["batch"], "not_measured": found} for v in job["variants"]]
+    return [Variant(**v).absent(job["workload"]["batch"], found) for v in job["variants"]]
 
 
 def _environ(job: Mapping[str, Any]) -> dict[str, str]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .results import measured, name_of, variant_of
+from .results import Results, measured, name_of, variant_of
 from .sweep import SWEEPS
 from .workload import NEEDS_CUDA, WITHOUT_GRAPH, Variant
-
-Results = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,12 @@ def _cost_curves(kinds: dict[str, Callable[[dict[str, Any]], dict[str, float]]],
                     yield Curve(variant.label() + suffix, variant, tuple((x, y, v["parity"]["verdict"]) for x, y in of_variant.items()))
 
 
+def _stays_quicker(ours: dict[str, float], theirs: dict[str, float]) -> int | None:
+    """The first number from which on ours are below theirs, to the last; None if the last one is not."""
+    slower = [int(n) for n in ours if ours[n] >= theirs[n]]
+    return next((int(n) for n in ours if not slower or int(n) > max(slower)), None)
+
+
 def break_even(found: Results) -> list[tuple[str, int | None]]:
     """From how many new tokens on a cold graph stays quicker than a cold run without one, among measured lengths: a sentence, and the length or None."""
     said = []
@@ -84,8 +88,7 @@ def break_even(found: Results) -> list[tuple[str, int | None]]:
             base_variant = replace(variant, launch=WITHOUT_GRAPH[variant.framework])
             if variant.launch not in NEEDS_CUDA or base_variant not in cold:
                 continue
-            slower = [int(n) for n in seconds if seconds[n] >= cold[base_variant][n]]
-            start = next((int(n) for n in seconds if not slower or int(n) > max(slower)), None)
+            start = _stays_quicker(seconds, cold[base_variant])
             says = f"quicker from {start} new tokens on" if start else f"not quicker up to {max(map(int, seconds))} new tokens"
             said.append((f"{name_of(result)}, {variant.label()}, capture included: {says} than {base_variant.label()}", start))
     return said
@@ -100,8 +103,7 @@ def recaptures(found: Results) -> list[tuple[str, int | None]]:
             base = timed.get(replace(variant, launch=WITHOUT_GRAPH.get(variant.framework, "")))
             if variant.launch not in NEEDS_CUDA or base is None or not v.get("recapture_ms"):
                 continue
-            slower = [int(n) for n, ms in v["recapture_ms"].items() if ms >= base["step_ms"]["p50"]]
-            start = next((int(n) for n in v["recapture_ms"] if not slower or int(n) > max(slower)), None)
+            start = _stays_quicker(v["recapture_ms"], dict.fromkeys(v["recapture_ms"], base["step_ms"]["p50"]))
             says = f"pays if a graph serves {start} steps" if start else f"does not pay within {max(map(int, v['recapture_ms']))} steps"
             said.append((f"{name_of(result)}, {variant.label()}: recording anew {says}", start))
     return said

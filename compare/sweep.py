@@ -133,7 +133,7 @@ def _measured(workload: Workload, variants: Sequence[Variant], plan: Plan, turns
     try:
         return compare(workload, variants, plan, turns)
     except results.ResultError as error:
-        failed = [{**v.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": str(error)} for v in variants]
+        failed = [v.absent(workload.batch, str(error)) for v in variants]
         return results.make(asdict(workload), environment(), ceilings(False), failed)
 
 

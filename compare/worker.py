@@ -56,7 +56,7 @@ def _run_staged(job: dict[str, Any], workload: Workload, variants: Sequence[Vari
     from .staged import forced_tokens, judge_by_stages, reference_stages
 
     plain = [v for v in variants if v.kernels == "plain"]
-    odd = [{**v.as_dict(), "batch": workload.batch, "bucket": workload.batch, "not_measured": STAGES_OF_PLAIN} for v in variants if v not in plain]
+    odd = [v.absent(workload.batch, STAGES_OF_PLAIN) for v in variants if v not in plain]
     wanted, theirs = reference_stages(workload.model, workload.dtype, job["device"])
     arms, failures = _open(job, workload, plain, forced_tokens(workload, model_config(workload.model).vocab_size), line)
     if not arms:

@@ -74,6 +74,10 @@ class Variant:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def absent(self, batch: int, reason: str) -> dict[str, Any]:
+        """Its entry in a result that does not measure it."""
+        return {**self.as_dict(), "batch": batch, "bucket": batch, "not_measured": reason}
+
 
 # Everything that is or will be compared; the second table says what a machine lacks for a variant.
 VARIANTS = (

@@ -130,6 +130,8 @@ def test_outcomes_are_read_from_the_lanes_file(tmp_path, capsys):
     save(measured(), tmp_path / "one.json")
     assert main(["claims", str(tmp_path)]) == 0
     assert "graphs leak memory unless they are released: does not hold\n    measured: leave_no_memory: 1 of 2 tests passed" in capsys.readouterr().out
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert "leave_no_memory: 1 of 2 tests passed" in (tmp_path / "page.html").read_text()
 
 
 def test_a_claim_that_holds_for_some_says_for_which():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from compare.pictures import digest_of, draw
 from compare.results import ResultError, save
 from compare.tables import BEGIN, BLOCKS, END, launch_table, loaded, markdown, updated, with_block
+from compare.tuning import update_tiles
 from tests.results import entry, run
 
 ENVIRONMENT = {"gpu": {"name": "A", "driver_version": "1.2"}, "versions": {"torch": "9.1", "jax": "0.9"}, "cpu": "C"}
@@ -101,3 +104,11 @@ def test_blocks_of_steps_are_named_for_a_profiler(monkeypatch):
     monkeypatch.setattr(ranges, "nvtx", None)
     timing.time_steps([FakeArm(0.0)], rounds=2, steps_available=64)
     assert len(named) == 2
+
+
+def test_measured_tiles_join_those_that_are_there(tmp_path):
+    path = update_tiles(tmp_path, "torch", "A", {"attend 64": [64, 32, 2]})
+    assert update_tiles(tmp_path, "torch", "A", {"early 1024": [1]}) == path == tmp_path / "torch_decoder/kernels/tiles.json"
+    table = json.loads(path.read_text())
+    assert table["A"] == {"attend 64": [64, 32, 2], "early 1024": [1]} and "NVIDIA H200" in table
+    assert [file.name for file in path.parent.iterdir()] == ["tiles.json"]

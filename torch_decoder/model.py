@@ -87,8 +87,9 @@ class Model(nn.Module):
         return self.kernels == "fused" and length == 1 and rows <= FUSED_ROWS
 
     def _fused_layers(self, x: Float[Tensor, "B D"], positions: Int[Tensor, " B"], cache: KVCache) -> Float[Tensor, "B D"]:
+        early = self.starts_early
         for index, layer in enumerate(self.layers):
-            x = layer.fused_step(x, self.rope, positions, cache.layers[index], self.config.sliding_windows[index], self.finished, self.starts_early)
+            x = layer.fused_step(x, self.rope, positions, cache.layers[index], self.config.sliding_windows[index], self.finished, early)
         return x
 
     @property

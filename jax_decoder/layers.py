@@ -131,16 +131,17 @@ class DecoderLayer(nnx.Module):
         positions: Int[Array, " B"],
         window: int | None,
         finished: Int[Array, " C"],
+        early: bool,
     ) -> tuple[Float[Array, "P D"], Float[Array, "L B K S H"], Float[Array, "L B K S H"], Int[Array, " C"]]:
-        """One layer of stacked arrays for one token a row, in five kernels of this project."""
+        """One layer of stacked arrays for one token a row, in five kernels of this project; ``early`` as in ``kernels.tiles``."""
 
         def at(variable: nnx.Variable | None) -> Weight | None:
             return None if variable is None else Weight(variable[...], layer)
 
         ours, mlp, norm, next_norm = self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm
         norms = None if ours.q_norm is None else (at(ours.q_norm.weight), at(ours.k_norm.weight), ours.q_norm.eps)
-        heads = products.norm_linear(x, at(norm.weight), norm.eps, at(ours.qkv_proj.weight), at(ours.qkv_proj.bias), jnp.float32)
-        attended, k_cache, v_cache, finished = attention.attend(heads, norms, rope, positions, k_cache, v_cache, layer, window, finished)
-        x = products.linear_add(attended, at(ours.o_proj.weight), at(ours.o_proj.bias), x)
-        inner = products.norm_gated_silu(x, at(next_norm.weight), next_norm.eps, at(mlp.gate_up_proj.weight), at(mlp.gate_up_proj.bias))
-        return products.linear_add(inner, at(mlp.down_proj.weight), at(mlp.down_proj.bias), x), k_cache, v_cache, finished
+        heads = products.norm_linear(x, at(norm.weight), norm.eps, at(ours.qkv_proj.weight), at(ours.qkv_proj.bias), jnp.float32, early)
+        attended, k_cache, v_cache, finished = attention.attend(heads, norms, rope, positions, k_cache, v_cache, layer, window, finished, early)
+        x = products.linear_add(attended, at(ours.o_proj.weight), at(ours.o_proj.bias), x, early)
+        inner = products.norm_gated_silu(x, at(next_norm.weight), next_norm.eps, at(mlp.gate_up_proj.weight), at(mlp.gate_up_proj.bias), early)
+        return products.linear_add(inner, at(mlp.down_proj.weight), at(mlp.down_proj.bias), x, early), k_cache, v_cache, finished

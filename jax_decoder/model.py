@@ -90,8 +90,9 @@ class Model(nnx.Module):
         x = self.embed_tokens.weight[...][jnp.pad(tokens, padding)]
         k, v, rope = *(side[0] for side in cache), self.rope[...]
         finished = jnp.zeros((batch * self.config.num_kv_heads,), jnp.int32)
+        early = tiles.starts_early(self.config.hidden_size)
         for index in range(self.config.num_layers):
-            x, k, v, finished = self.layers.fused_step(x, index, rope, k, v, positions, self.config.sliding_windows[index], finished)
+            x, k, v, finished = self.layers.fused_step(x, index, rope, k, v, positions, self.config.sliding_windows[index], finished, early)
         return x[:batch, None], KVCache((k,), (v,))
 
     def logits(self, hidden: Float[Array, "B T D"], tap: Tap = lambda name, value: value) -> Float[Array, "B T V"]:
@@ -100,7 +101,8 @@ class Model(nnx.Module):
         if self.fused(*hidden.shape[:2]):
             batch = hidden.shape[0]
             x = jnp.pad(hidden[:, 0], ((0, tiles.padded_rows(batch) - batch), (0, 0)))
-            return products.norm_linear(x, Weight(self.norm.weight[...]), self.norm.eps, Weight(head.weight[...]), None, jnp.float32)[:batch, None]
+            early = tiles.starts_early(self.config.hidden_size)
+            return products.norm_linear(x, Weight(self.norm.weight[...]), self.norm.eps, Weight(head.weight[...]), None, jnp.float32, early)[:batch, None]
         x = tap("norm", self.norm(tap("norm.input", hidden), None))
         return tap("lm_head", plain.linear(tap("lm_head.input", x), Weight(head.weight[...]), out_dtype=jnp.float32))
 

@@ -25,7 +25,7 @@ from .cache import Region, memory_map
 from .decode import DecodeState, cut, make_state
 from .driver import free_bytes
 from .errors import CaptureError, ConfigError, DeviceError
-from .kernels.tiles import FUSED_ROWS
+from .kernels.tiles import FUSED_ROWS, starts_early
 from .model import Model
 from .programs import Programs
 
@@ -274,7 +274,7 @@ class StepRunner:
     def _compiled(self, key: GraphKey, state: DecodeState) -> tuple[Callable, int | None]:
         """The executable, and how many commands its command buffers hold."""
         lowered = self.programs.lower_step(state, key.kind, key.steps)
-        options = xla_flags.step_options(self._records(key), self.device.platform)
+        options = xla_flags.step_options(self._records(key), self.device.platform, self._starts_early(key))
         # A dump that the user asked for is theirs to read.
         if not self._records(key) or self.device.platform != "gpu" or thunks.DUMP in os.environ.get("XLA_FLAGS", ""):
             return self._compile(lowered, options), None
@@ -282,6 +282,9 @@ class StepRunner:
             executable = self._compile(lowered, {thunks.DUMP: folder, **options})
             found = thunks.from_dump(folder)
         return executable, None if found is None else found.nodes
+
+    def _starts_early(self, key: GraphKey) -> bool:
+        return key.kernels == "fused" and key.bucket <= FUSED_ROWS and starts_early(self.config.hidden_size)
 
     def _first_run(self, key: GraphKey, executable: Callable, state: DecodeState) -> DecodeState:
         """A run that may record: timed, its memory counted, and its buffers watched."""

@@ -19,6 +19,7 @@ from .errors import ConfigError
 
 COMMAND_TYPES = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL")
 _TYPES, _SMALLEST = "xla_gpu_enable_command_buffer", "xla_gpu_graph_min_graph_size"
+EARLY = ("xla_gpu_enable_pdl", "xla_gpu_enable_pdl_launch")  # some versions have the first one only
 TEMPORARIES = "xla_gpu_temp_buffer_use_separate_color"
 
 # Every flag that this project sets or documents, and what it does.
@@ -30,6 +31,7 @@ FLAGS = {
     "xla_gpu_command_buffer_unroll_loops": "record a loop of known length as its unrolled steps",
     "xla_gpu_graph_enable_concurrent_region": "let independent nodes of a graph run side by side",
     TEMPORARIES: "keep temporaries apart from a program's arrays, so that these do not take their place and no node needs a new address; read when JAX starts, so in XLA_FLAGS only",
+    **dict.fromkeys(EARLY, "kernels start while the one before them ends, and wait for it inside (programmatic dependent launch, Hopper and newer)"),
     "xla_gpu_autotune_level": "0 pins library kernels, so that compared executables use the same ones",
     "xla_disable_hlo_passes": "passes to leave out; slice-sinker may move a conversion in front of the slices of a stacked weight, which would then be converted as a whole at every step",
     "xla_enable_command_buffers_during_profiling": "keeps graphs on while a profiler runs; off, a profile shows another program than the one that is used",
@@ -39,11 +41,16 @@ FLAGS = {
 Options = dict[str, str | bool]
 
 
-def step_options(graph: bool, platform: str) -> Options:
-    """Compiler options of a step with command buffers on or off; from one lowering, in one process."""
+def step_options(graph: bool, platform: str, early: bool = False) -> Options:
+    """Compiler options of a step with command buffers on or off; from one lowering, in one process.
+
+    ``early``: kernels start while the one before them ends, where the installed version can.
+    """
     if platform != "gpu":
         return dict(_user_options)
     common: Options = {"xla_disable_hlo_passes": "slice-sinker"}
+    if early:
+        common |= {name: True for name in EARLY if accepts(name)}
     if not graph:
         return {**common, **_user_options, _TYPES: ""}
     if _TYPES in os.environ.get("XLA_FLAGS", ""):  # the user's choice of types is not ours to override
@@ -62,12 +69,18 @@ def as_environment(options: Options, process: bool = False) -> str:
 _user_options: Options = {}
 
 
-def set_options(options: Options) -> None:
-    """Compiler options of your own for every step compiled from now on in this process.
+@lru_cache
+def accepts(name: str, value: str | bool = True) -> bool:
+    """Does the installed version compile with that option?"""
+    try:
+        check({name: value})
+    except ConfigError:
+        return False
+    return True
 
-    Like XLA_FLAGS they hold for the whole process; unlike there, an unknown name does not end it.
-    Raises ConfigError naming an option or a value that the installed version refuses.
-    """
+
+def check(options: Options) -> None:
+    """Raise ConfigError naming an option or a value that the installed version refuses."""
     import jax
 
     lowered = jax.jit(lambda x: x + 1).lower(np.float32(1))
@@ -76,6 +89,15 @@ def set_options(options: Options) -> None:
             lowered.compile(compiler_options={name: value})
         except Exception as error:  # JAX raises several kinds
             raise ConfigError(f"XLA option {name}={value}: the installed jaxlib {jax.lib.__version__} refuses it ({str(error).splitlines()[0]}): see known()") from error
+
+
+def set_options(options: Options) -> None:
+    """Compiler options of your own for every step compiled from now on in this process.
+
+    Like XLA_FLAGS they hold for the whole process; unlike there, an unknown name does not end it.
+    Raises ConfigError naming an option or a value that the installed version refuses.
+    """
+    check(options)
     _user_options.clear()
     _user_options.update(options)
 

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import triton
@@ -62,9 +63,10 @@ def main() -> None:
         span = span_for(config.head_dim)
         sizes = {"N": config.num_heads, "KV": config.num_kv_heads, "H": config.head_dim, "NORM": config.qk_norm, "SPLITS": 8, "GP": 16, "HP": config.head_dim // 2}
         found[f"{model} attend"] = resources(attention._attend, {**sizes, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": True}, span.warps, True)
-    for width in (64, 128, 256):  # numbers of four bytes take the most shared memory
+    for width, itemsize in product((64, 128, 256), (2, 4)):
+        span = span_for(width, itemsize)
         sizes = {"N": 16, "KV": 8, "H": width, "NORM": True, "SPLITS": 8, "GP": 16, "HP": width // 2, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": False}
-        found[f"attend float32 {width}"] = resources(attention._attend, sizes, 4, False, half="*fp32", num_stages=attention.stages_of(width, 4))
+        found[f"attend {width} of {itemsize} bytes"] = resources(attention._attend, sizes, span.warps, False, half="*bf16" if itemsize == 2 else "*fp32")
     found["summarise"] = resources(advance._summarise, {"CHUNKS": 38, "CHUNK": advance.CHUNK, "OVERLAP": False}, 8, False)
     for greedy in (True, False):
         constants = {"STOPS": 16, "CHUNKS": 38, "CP": 64, "GREEDY": greedy, "IDLE_TO_FAILED": (0, 1, 2, 3, 4), "OVERLAP": False}

@@ -147,7 +147,7 @@ def test_a_sampled_step_takes_the_plain_choice(strong):
 def test_a_broken_kernel_is_seen(strong, monkeypatch):
     """The control: a residual that is left out."""
     real = products.linear_add
-    monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual: real(x, weight, bias, jnp.zeros_like(residual)))
+    monkeypatch.setattr(products, "linear_add", lambda x, weight, bias, residual, early: real(x, weight, bias, jnp.zeros_like(residual), early))
     ours = forced_steps("jax", strong("llama", head_dim=32), "fused", [P24[:5]], 1)[0]
     assert np.abs(ours - forced_steps("jax", strong("llama", head_dim=32), "plain", [P24[:5]], 1)[0]).max() > 0.1
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from .plain import Weight
-from .tiles import MIN_DOT, Span, interpreted, span_for
+from .tiles import MIN_DOT, Span, interpreted, let_next_start, span_for
 
 Sums = tuple[Array, Array, Array, Array]  # highest score, total of the weights, and both halves of their sum
 
@@ -38,8 +38,9 @@ def _merged(ours: Sums, theirs: Sums) -> Sums:
     return (highest, ours[1] * kept + theirs[1] * taken, *(a * kept[:, None] + b * taken[:, None] for a, b in zip(ours[2:], theirs[2:])))
 
 
-def _kernel(*refs, layer: int, num_heads: int, kv_heads: int, norm_layer: int | None, eps: float, window: int, split_length: int, block: int) -> None:
+def _kernel(*refs, layer: int, num_heads: int, kv_heads: int, norm_layer: int | None, eps: float, window: int, split_length: int, block: int, early: bool) -> None:
     """One split of one row and key head; ``refs`` as ``attend`` passes them."""
+    zero = let_next_start(early)
     norm_refs, refs = (refs[:2], refs[2:]) if norm_layer is not None else (None, refs)
     heads_ref, rope_ref, positions_ref, _, _, _, k_ref, v_ref, finished_ref, out_ref, partial_ref = refs
     row, kv, split = pl.program_id(0) // kv_heads, pl.program_id(0) % kv_heads, pl.program_id(1)
@@ -61,7 +62,7 @@ def _kernel(*refs, layer: int, num_heads: int, kv_heads: int, norm_layer: int | 
         q_norm, k_norm = ((tuple(ref[norm_layer, part].astype(jnp.float32) for part in (first_half, second_half))) for ref in norm_refs) if norm_refs else (None, None)
         q = [triton.load(heads_ref.at[row, pl.ds(kv * group, padded), part], mask=in_group, other=0.0).astype(jnp.float32) for part in (first_half, second_half)]
         q1, q2 = (x.astype(kind) for x in _rotated(*q, q_norm, eps, cos[None], sin[None]))
-        nothing = (jnp.full((padded,), -jnp.inf), jnp.zeros((padded,)), jnp.zeros((padded, half)), jnp.zeros((padded, half)))
+        nothing = (jnp.full((padded,), -jnp.inf), jnp.broadcast_to(zero, (padded,)), jnp.zeros((padded, half)), jnp.zeros((padded, half)))
 
         def newest(_: Sums) -> Sums:
             """From registers: what was just written need not be read again."""
@@ -135,12 +136,14 @@ def attend(
     layer: int,
     window: int | None,
     finished: Int[Array, " C"],
+    early: bool = False,
 ) -> tuple[Float[Array, "P N"], Float[Array, "L B K S H"], Float[Array, "L B K S H"], Int[Array, " C"]]:
     """Attention of one new token a row, and the caches with its key and value at ``positions``, in place.
 
     ``heads`` are projected query, key and value heads before their norms (weights of queries and
     keys, epsilon) and rotation; the first B of their P rows are real. ``rope`` is the whole table.
-    ``finished`` holds a zero for each row and key head, and zeros again afterwards.
+    ``finished`` holds a zero for each row and key head, and zeros again afterwards. ``early`` as
+    in ``tiles.let_next_start``.
     """
     _, batch, kv_heads, slots, width = k_cache.shape
     num_heads = heads.shape[1] // width - 2 * kv_heads
@@ -163,6 +166,7 @@ def attend(
         window=slots + 1 if window is None else window,
         split_length=span.split,
         block=span.block,
+        early=early,
     )
     k_cache, v_cache, finished, out, _ = pl.pallas_call(
         kernel,

@@ -18,15 +18,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .plain import Weight
-from .tiles import Tile, interpreted, tile_for
+from .tiles import Tile, interpreted, let_next_start, tile_for
 
 # Products of normalised rows are scaled when they are finished, so that rows are read once; until
 # then float16 needs room above the largest activation. A power of two costs no bits.
 _HEADROOM = 2.0**-6
 
 
-def _kernel(*refs, inner: int, step: int, eps: float, norm: bool, bias: bool, gated: bool, add: bool) -> None:
+def _kernel(*refs, inner: int, step: int, eps: float, norm: bool, bias: bool, gated: bool, add: bool, early: bool) -> None:
     """One tile of rows of the weight with all rows of the input; ``refs`` as ``_launch`` passes them."""
+    zero = let_next_start(early)
     left = list(refs)
     x_ref = left.pop(0)
     norm_ref = left.pop(0) if norm else None
@@ -51,7 +52,7 @@ def _kernel(*refs, inner: int, step: int, eps: float, norm: bool, bias: bool, ga
         return tuple(t + triton.dot(p, value, trans_b=True, allow_tf32=False) for t, p in zip(totals, pieces)), squares
 
     shape = (rows, step) if single else (rows, x_ref.shape[0])
-    start = tuple(jnp.zeros(shape, jnp.float32) for _ in weight_refs), jnp.zeros((step if single else x_ref.shape[0],), jnp.float32)
+    start = tuple(jnp.broadcast_to(zero[:, None], shape) for _ in weight_refs), jnp.zeros((step if single else x_ref.shape[0],), jnp.float32)
     totals, squares = jax.lax.fori_loop(0, inner // step, body, start)
     if single:
         totals, squares = tuple(t.sum(1) for t in totals), squares.sum()
@@ -74,7 +75,15 @@ def _kernel(*refs, inner: int, step: int, eps: float, norm: bool, bias: bool, ga
 
 
 def _launch(
-    x: Float[Array, "B K"], norm: Weight | None, eps: float, weight: Weight, bias: Weight | None, residual: Float[Array, "B N"] | None, out_dtype: DTypeLike, gated: bool
+    x: Float[Array, "B K"],
+    norm: Weight | None,
+    eps: float,
+    weight: Weight,
+    bias: Weight | None,
+    residual: Float[Array, "B N"] | None,
+    out_dtype: DTypeLike,
+    gated: bool,
+    early: bool,
 ) -> Float[Array, "B N"]:
     batch, inner = x.shape
     array, layer = weight.stacked()
@@ -98,7 +107,7 @@ def _launch(
             add(biases, (1, tile.rows), lambda i, part=part: (bias_layer, i + part * blocks))
     if residual is not None:
         add(residual, (batch, tile.rows), lambda i: (0, i))
-    kernel = partial(_kernel, inner=inner, step=tile.inner, eps=eps, norm=norm is not None, bias=bias is not None, gated=gated, add=residual is not None)
+    kernel = partial(_kernel, inner=inner, step=tile.inner, eps=eps, norm=norm is not None, bias=bias is not None, gated=gated, add=residual is not None, early=early)
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((batch, rows), out_dtype),
@@ -111,16 +120,16 @@ def _launch(
     )(*arguments)
 
 
-def norm_linear(x: Float[Array, "B K"], norm: Weight, eps: float, weight: Weight, bias: Weight | None, out_dtype: DTypeLike) -> Float[Array, "B N"]:
-    """``linear(rms_norm(x, norm, eps), weight, bias)``, sums in float32; ``B`` is 1 or ``MIN_DOT``."""
-    return _launch(x, norm, eps, weight, bias, None, out_dtype, False)
+def norm_linear(x: Float[Array, "B K"], norm: Weight, eps: float, weight: Weight, bias: Weight | None, out_dtype: DTypeLike, early: bool = False) -> Float[Array, "B N"]:
+    """``linear(rms_norm(x, norm, eps), weight, bias)``, sums in float32; ``B`` is 1 or ``MIN_DOT``. ``early`` as in ``tiles.let_next_start``."""
+    return _launch(x, norm, eps, weight, bias, None, out_dtype, False, early)
 
 
-def norm_gated_silu(x: Float[Array, "B K"], norm: Weight, eps: float, weight: Weight, bias: Weight | None) -> Float[Array, "B N"]:
+def norm_gated_silu(x: Float[Array, "B K"], norm: Weight, eps: float, weight: Weight, bias: Weight | None, early: bool = False) -> Float[Array, "B N"]:
     """``gated_silu(linear(rms_norm(x, norm, eps), weight, bias))``; gate rows of the weight come first."""
-    return _launch(x, norm, eps, weight, bias, None, x.dtype, True)
+    return _launch(x, norm, eps, weight, bias, None, x.dtype, True, early)
 
 
-def linear_add(x: Float[Array, "B K"], weight: Weight, bias: Weight | None, residual: Float[Array, "B N"]) -> Float[Array, "B N"]:
+def linear_add(x: Float[Array, "B K"], weight: Weight, bias: Weight | None, residual: Float[Array, "B N"], early: bool = False) -> Float[Array, "B N"]:
     """``residual + linear(x, weight, bias)``."""
-    return _launch(x, None, 0.0, weight, bias, residual, residual.dtype, False)
+    return _launch(x, None, 0.0, weight, bias, residual, residual.dtype, False, early)

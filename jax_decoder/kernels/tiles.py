@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton
 
 MIN_DOT = 16  # the smallest side that tensor cores take
 FUSED_ROWS = MIN_DOT  # the most rows that fused kernels take
@@ -49,6 +51,23 @@ def span_for(width: int, itemsize: int = 2) -> Span:
     """The span for heads of that width: measured, or one that was found good."""
     measured = _measured().get(f"attend {width}") if itemsize == 2 else None
     return Span(*measured) if measured is not None else Span(256, 64, 4)
+
+
+def starts_early(hidden_size: int) -> bool:
+    """Do kernels of a model of that width gain by starting while the one before them ends? Only where measured."""
+    return bool(_measured().get(f"early {hidden_size}", [0])[0])
+
+
+def let_next_start(early: bool) -> jax.Array:
+    """In a kernel: from here on the next one may start; XLA has it wait, before it reads anything, until this one has ended.
+
+    Returns float32 [1], a zero that sums have to begin with: what nothing depends on would be left out.
+    """
+    if not early or interpreted():
+        return jnp.zeros((1,), jnp.float32)
+    asm, word = "griddepcontrol.launch_dependents; mov.f32 $0, 0f00000000;", jax.ShapeDtypeStruct((1,), jnp.float32)
+    (zero,) = triton.elementwise_inline_asm(asm, args=[jax.lax.iota(jnp.int32, 1)], constraints="=f,r", pack=1, result_shape_dtypes=[word])
+    return zero
 
 
 def key(rows: int, inner: int, batch: int, gated: bool) -> str:

@@ -18,19 +18,31 @@ from .tiles import MIN_DOT, Span, launch_options, span_for
 
 
 @triton.jit
-def _rotated(heads, norm, rope, eps, place, mask, in_half, half, H: tl.constexpr, NORM: tl.constexpr):
-    """Both halves of heads at ``place``, normalised and rotated, in float32."""
-    first = tl.load(heads + place, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(heads + place + H // 2, mask=mask, other=0.0).to(tl.float32)
+def _turned(first, second, norm, cos, sin, eps, kind: tl.constexpr, H: tl.constexpr, NORM: tl.constexpr):
+    """Both halves of heads, normalised (``norm``: both halves of the weight) and rotated in float32, as ``kind``."""
+    first, second = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         axis: tl.constexpr = len(first.shape) - 1
         scale = tl.rsqrt((tl.sum(first * first, axis) + tl.sum(second * second, axis)) / H + eps)
         scale = tl.expand_dims(scale, axis) if axis == 1 else scale
-        first = first * scale * tl.load(norm + half, mask=in_half, other=0.0).to(tl.float32)
-        second = second * scale * tl.load(norm + H // 2 + half, mask=in_half, other=0.0).to(tl.float32)
-    cos = tl.load(rope + half, mask=in_half, other=0.0)
-    sin = tl.load(rope + H + H // 2 + half, mask=in_half, other=0.0)
-    return first * cos - second * sin, second * cos + first * sin
+        first, second = first * scale * norm[0].to(tl.float32), second * scale * norm[1].to(tl.float32)
+    return (first * cos - second * sin).to(kind), (second * cos + first * sin).to(kind)
+
+
+@triton.jit
+def _halves(x, half, mask, H: tl.constexpr):
+    """Both halves of vectors of H numbers at ``x``; zero where ``mask`` is not set."""
+    return tl.load(x + half, mask=mask, other=0.0), tl.load(x + H // 2 + half, mask=mask, other=0.0)
+
+
+@triton.jit
+def _block(k_cache, v_cache, slots, seen, half, in_half, H: tl.constexpr):
+    """Keys and values of some slots, in halves."""
+    # Selected away when loaded: a score of minus infinity would still multiply a NaN that lies there.
+    place, valid = slots[:, None] * H + half[None, :], seen[:, None] & in_half[None, :]
+    k1, k2 = _halves(k_cache, place, valid, H)
+    v1, v2 = _halves(v_cache, place, valid, H)
+    return k1, k2, v1, v2
 
 
 @triton.jit
@@ -60,11 +72,9 @@ def _attend(
     HP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     row, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     G: tl.constexpr = N // KV
+    # What lies here before the wait was written by earlier steps: only ``heads`` comes from the kernel before this one.
     position = tl.load(positions + row)
     start = tl.maximum(position + 1 - window, 0)
     first_split = start // SPLIT
@@ -73,45 +83,48 @@ def _attend(
         return
     half, group = tl.arange(0, HP), tl.arange(0, GP)
     in_half, in_group = half < H // 2, group < G
-    rope += position.to(tl.int64) * 2 * H
-    heads += row * (N + 2 * KV) * H
     mask = in_group[:, None] & in_half[None, :]
-    q1, q2 = _rotated(heads, q_norm, rope, eps, (kv * G + group)[:, None] * H + half[None, :], mask, in_half, half, H, NORM)
     kind = k_cache.dtype.element_ty
-    q1, q2 = q1.to(kind), q2.to(kind)
     cache = (row * KV + kv).to(tl.int64) * S * H
     k_cache, v_cache = k_cache + cache, v_cache + cache
+    begin = tl.maximum(split * SPLIT, start // BLOCK * BLOCK)
+    end = tl.minimum((split + 1) * SPLIT, position)  # slots before the newest token's
+    slots = begin + tl.arange(0, BLOCK)
+    k1, k2, v1, v2 = _block(k_cache, v_cache, slots, (slots >= start) & (slots < end), half, in_half, H)
+    rope += position.to(tl.int64) * 2 * H
+    cos = tl.load(rope + half, mask=in_half, other=0.0)
+    sin = tl.load(rope + H + H // 2 + half, mask=in_half, other=0.0)
+    if NORM:
+        q_weight, k_weight = _halves(q_norm, half, in_half, H), _halves(k_norm, half, in_half, H)
+    else:
+        q_weight, k_weight = (cos, cos), (cos, cos)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    heads += row * (N + 2 * KV) * H
+    q1, q2 = _halves(heads, (kv * G + group)[:, None] * H + half[None, :], mask, H)
+    q1, q2 = _turned(q1, q2, q_weight, cos, sin, eps, kind, H, NORM)
     highest = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     sum1, sum2 = tl.zeros([GP, HP], tl.float32), tl.zeros([GP, HP], tl.float32)
     if split == last_split:
         # The newest token comes from registers: what was just written need not be read again.
-        k1, k2 = _rotated(heads, k_norm, rope, eps, (N + kv) * H + half, in_half, in_half, half, H, NORM)
-        k1, k2 = k1.to(kind), k2.to(kind)
-        v = heads + (N + KV + kv) * H + half
-        v1 = tl.load(v, mask=in_half, other=0.0).to(kind)
-        v2 = tl.load(v + H // 2, mask=in_half, other=0.0).to(kind)
+        new1, new2 = _halves(heads + (N + kv) * H, half, in_half, H)
+        new1, new2 = _turned(new1, new2, k_weight, cos, sin, eps, kind, H, NORM)
+        value1, value2 = _halves(heads + (N + KV + kv) * H, half, in_half, H)
+        value1, value2 = value1.to(kind), value2.to(kind)
         slot = position.to(tl.int64) * H + half
         in_cache = in_half & (position < S)
-        tl.store(k_cache + slot, k1, mask=in_cache)
-        tl.store(k_cache + slot + H // 2, k2, mask=in_cache)
-        tl.store(v_cache + slot, v1, mask=in_cache)
-        tl.store(v_cache + slot + H // 2, v2, mask=in_cache)
-        highest = (tl.sum(q1.to(tl.float32) * k1.to(tl.float32)[None, :], 1) + tl.sum(q2.to(tl.float32) * k2.to(tl.float32)[None, :], 1)) * scale
+        tl.store(k_cache + slot, new1, mask=in_cache)
+        tl.store(k_cache + slot + H // 2, new2, mask=in_cache)
+        tl.store(v_cache + slot, value1, mask=in_cache)
+        tl.store(v_cache + slot + H // 2, value2, mask=in_cache)
+        highest = (tl.sum(q1.to(tl.float32) * new1.to(tl.float32)[None, :], 1) + tl.sum(q2.to(tl.float32) * new2.to(tl.float32)[None, :], 1)) * scale
         total += 1.0
-        sum1 += v1.to(tl.float32)[None, :]
-        sum2 += v2.to(tl.float32)[None, :]
-    # Slots before the newest token's.
-    for block in range(tl.maximum(split * SPLIT, start // BLOCK * BLOCK), tl.minimum((split + 1) * SPLIT, position), BLOCK):
-        slots = block + tl.arange(0, BLOCK)
-        seen = (slots >= start) & (slots < position)
-        # Selected away when loaded: a score of minus infinity would still multiply a NaN that lies there.
-        place = slots[:, None] * H + half[None, :]
-        valid = seen[:, None] & in_half[None, :]
-        k1 = tl.load(k_cache + place, mask=valid, other=0.0)
-        k2 = tl.load(k_cache + place + H // 2, mask=valid, other=0.0)
-        v1 = tl.load(v_cache + place, mask=valid, other=0.0)
-        v2 = tl.load(v_cache + place + H // 2, mask=valid, other=0.0)
+        sum1 += value1.to(tl.float32)[None, :]
+        sum2 += value2.to(tl.float32)[None, :]
+    for _ in range(begin, end, BLOCK):
+        seen = (slots >= start) & (slots < end)
         scores = tl.dot(q1, tl.trans(k1), input_precision="ieee") + tl.dot(q2, tl.trans(k2), input_precision="ieee")
         scores = tl.where(seen[None, :], scores * scale, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
@@ -122,6 +135,9 @@ def _attend(
         sum1 = tl.dot(weights, v1, sum1 * kept[:, None], input_precision="ieee")
         sum2 = tl.dot(weights, v2, sum2 * kept[:, None], input_precision="ieee")
         highest = higher
+        slots += BLOCK
+        if SPLIT > BLOCK:
+            k1, k2, v1, v2 = _block(k_cache, v_cache, slots, slots < end, half, in_half, H)
     head = kv * G + group
     target = out + row * N * H + head[:, None] * H + half[None, :]
     if first_split == last_split:
@@ -154,11 +170,6 @@ def _attend(
                 highest = higher
             tl.store(target, (sum1 / total[:, None]).to(kind), mask=mask)
             tl.store(target + H // 2, (sum2 / total[:, None]).to(kind), mask=mask)
-
-
-def stages_of(width: int, itemsize: int) -> int:
-    """Loads under way at a time: three, where keys and values of as many blocks fit the shared memory (227 KB on Hopper)."""
-    return 3 if width * itemsize <= 512 else 2
 
 
 def attend(
@@ -211,7 +222,6 @@ def attend(
         GP=max(MIN_DOT, triton.next_power_of_2(num_heads // kv_heads)),
         HP=max(MIN_DOT, triton.next_power_of_2(width // 2)),
         num_warps=span.warps,
-        num_stages=stages_of(width, k_cache.element_size()),
         **launch_options(early),
     )
     return out

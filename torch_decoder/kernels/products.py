@@ -40,18 +40,19 @@ def _numbers(x, columns, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _product_of_one(
-    x, norm, weight, rows, in_rows, other, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr
-):
-    """float32 [BN] (and, if GATED, of the rows ``other``) of one normalised row with a weight."""
+def _prefetch(weight, rows, in_rows, FIRST: tl.constexpr, K: tl.constexpr):
+    """Bring columns from ``FIRST`` on into the GPU's cache, so that they are under way before they are needed."""
+    LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
+    columns = FIRST + tl.arange(0, triton.next_power_of_2(triton.cdiv(K - FIRST, LINE))) * LINE
+    # A prefetch takes no mask: what lies outside asks for the first line.
+    place = tl.where(in_rows[:, None] & (columns < K)[None, :], rows[:, None].to(tl.int64) * K + columns[None, :], 0)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(weight + place).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _product_of_one(x, norm, weight, rows, in_rows, other, piece, piece_other, eps, K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr):
+    """float32 [BN] (and, if GATED, of the rows ``other``) of one normalised row with a weight, whose first columns are ``piece``."""
     columns = tl.arange(0, BK)
-    piece = _tile(weight, rows, columns, in_rows, K, BK)
-    piece_other = piece
-    if GATED:
-        piece_other = _tile(weight, other, columns, in_rows, K, BK)
-    if OVERLAP:  # weights do not depend on the kernel before this one: they are under way while it ends
-        gdc_launch_dependents()
-        gdc_wait()
     total = tl.zeros([BN, BK], tl.float32)
     total_other = tl.zeros([BN, BK], tl.float32)
     squares = tl.zeros([BK], tl.float32)
@@ -91,12 +92,8 @@ def _product_of_many(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     HEADROOM: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """float32 [BN, BB]: as ``_product_of_one`` for ``count`` <= BB rows."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     batch = tl.arange(0, BB)
     total = tl.zeros([BN, BB], tl.float32)
     total_other = tl.zeros([BN, BB], tl.float32)
@@ -146,9 +143,29 @@ def _product(
     in_rows = rows < N
     other = rows + N
     if BB == 1:
-        y, z = _product_of_one(x, norm, weight, rows, in_rows, other, eps, K, BN, BK, NORM, GATED, OVERLAP)
+        piece = _tile(weight, rows, tl.arange(0, BK), in_rows, K, BK)
+        piece_other = piece
+        if GATED:
+            piece_other = _tile(weight, other, tl.arange(0, BK), in_rows, K, BK)
+    if OVERLAP:  # weights do not depend on the kernel before this one: they are under way while it ends
+        LOADED: tl.constexpr = BK if BB == 1 else 0
+        if LOADED < K:
+            _prefetch(weight, rows, in_rows, LOADED, K)
+            if GATED:
+                _prefetch(weight, other, in_rows, LOADED, K)
+        gdc_launch_dependents()
+        gdc_wait()
+    if BB == 1:
+        place, mask = rows, in_rows
     else:
-        y, z = _product_of_many(x, norm, weight, rows, in_rows, other, eps, count, K, BN, BK, BB, NORM, GATED, HEADROOM, OVERLAP)
+        batch = tl.arange(0, BB)
+        place, mask = batch[None, :] * N + rows[:, None], in_rows[:, None] & (batch < count)[None, :]
+    if ADD:
+        added = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    if BB == 1:
+        y, z = _product_of_one(x, norm, weight, rows, in_rows, other, piece, piece_other, eps, K, BN, BK, NORM, GATED)
+    else:
+        y, z = _product_of_many(x, norm, weight, rows, in_rows, other, eps, count, K, BN, BK, BB, NORM, GATED, HEADROOM)
     if BIAS:
         first = tl.load(bias + rows, mask=in_rows, other=0.0).to(tl.float32)
         y += first if BB == 1 else first[:, None]
@@ -157,14 +174,9 @@ def _product(
             second = tl.load(bias + other, mask=in_rows, other=0.0).to(tl.float32)
             z += second if BB == 1 else second[:, None]
         y = y * tl.sigmoid(y) * z
-    if BB == 1:
-        place, mask = rows, in_rows
-    else:
-        batch = tl.arange(0, BB)
-        place, mask = batch[None, :] * N + rows[:, None], in_rows[:, None] & (batch < count)[None, :]
     if ADD:
         # Rounded before the sum, as the plain kernels do.
-        y = y.to(out.dtype.element_ty).to(tl.float32) + tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        y = y.to(out.dtype.element_ty).to(tl.float32) + added
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 

@@ -52,9 +52,11 @@ class Span(NamedTuple):
 
 
 def span_for(width: int, itemsize: int = 2) -> Span:
-    """The span for heads of that width: measured, or one that was found good."""
-    measured = _measured().get(f"attend {width}") if itemsize == 2 else None
-    return Span(*measured) if measured is not None else Span(256, 64, 4)
+    """The span for heads of that width: measured, or one whose keys and values fit the registers."""
+    if itemsize == 2 and (measured := _measured().get(f"attend {width}")) is not None:
+        return Span(*measured)
+    numbers = 8192 if itemsize == 2 else 2048  # of keys in registers; as many of values, and as many again on their way
+    return Span(256, min(64, max(MIN_DOT, numbers // _power_of_2_above(width))), 4 if width <= 128 else 8)
 
 
 def starts_early(hidden_size: int) -> bool:

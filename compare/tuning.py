@@ -13,7 +13,9 @@ from .models import model_config
 from .results import as_text, write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
-SPANS = ((64, 64, 4), (64, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (256, 64, 4), (256, 64, 8), (256, 128, 8), (32, 32, 2), (64, 64, 8))
+MODELS = ("shape:qwen3-0.6b", "shape:llama-3.2-1b", "shape:llama-3.1-8b")  # tuned by default
+# Of attention: slots a program takes, slots at a time, warps.
+SPANS = ((256, 64, 4), (128, 64, 4), (64, 64, 4), (256, 64, 8), (64, 32, 4), (128, 64, 8), (128, 128, 8), (256, 128, 8), (32, 32, 2), (64, 64, 8))
 Entries = dict[str, list[int]]
 
 

@@ -184,6 +184,18 @@ def test_graphs_and_no_graphs_differ_in_options_only():
     assert xla_flags.step_options(True, "cpu") == xla_flags.step_options(False, "cpu") == {}
 
 
+def test_kernels_start_early_where_the_version_can(monkeypatch):
+    monkeypatch.setattr(xla_flags, "accepts", lambda name: name == xla_flags.EARLY[0])
+    for graph in (True, False):
+        early = xla_flags.step_options(graph, "gpu", early=True)
+        assert {**xla_flags.step_options(graph, "gpu"), xla_flags.EARLY[0]: True} == early
+    assert xla_flags.step_options(True, "cpu", early=True) == {}
+
+
+def test_what_a_version_accepts_is_asked_of_it():
+    assert xla_flags.accepts("xla_gpu_autotune_level", "0") and not xla_flags.accepts("xla_gpu_no_such_flag")
+
+
 def test_a_profiler_does_not_switch_graphs_off():
     assert xla_flags.step_options(True, "gpu")["xla_enable_command_buffers_during_profiling"] is True
 

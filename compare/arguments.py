@@ -13,7 +13,13 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m compare", description="Compare decoders with and without graphs: parity and speed.")
     commands = p.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="measure every variant that this machine has")
-    run.add_argument("--model", default=DEMO_MODEL, help="model directory, or shape:NAME for random weights at a published shape (default: %(default)s)")
+    run.add_argument(
+        "--model",
+        nargs="+",
+        default=[DEMO_MODEL],
+        metavar="MODEL",
+        help=f"model directory, or shape:NAME for random weights at a published shape (default: {DEMO_MODEL}); several are prepared side by side and timed one after the other, each in a file of its own in the folder --out",
+    )
     run.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16 (default: %(default)s)")
     run.add_argument("--batch", type=int, default=1, help="rows (default: %(default)s)")
     run.add_argument("--new-tokens", type=int, default=64, help="new tokens a row (default: %(default)s)")

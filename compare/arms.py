@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from .timing import MeasurementError
 from .workload import NEEDS_CUDA, Variant, Workload
 
 LOOP = 8  # steps of a device loop between two looks at its logits
+COMPILE_AT_ONCE = 4  # variants of JAX
 DOZE_S = 1e-4  # between two looks at an array
 SAMPLED = {"temperature": 0.7, "top_p": 0.9, "seed": 1}  # settings of the sampled variants
 
@@ -65,12 +67,14 @@ class ForcedArm:
 class DecoderArm(ForcedArm):
     """A variant of one of this project's decoders, stepping rows through forced tokens."""
 
-    def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]], weights: Any = None):
-        """``weights``: a decoder whose weights this one shares; without it they are loaded."""
+    def __init__(self, variant: Variant, workload: Workload, prompts: list[list[int]], forced: list[list[int]], weights: Any = None, decoder: Any = None):
+        """``weights``: a decoder whose weights this one shares; without it they are loaded. ``decoder``: one that was made for this arm."""
         started = time.perf_counter()
         self.variant, self.prompts, self.forced = variant, prompts, forced
         how = {"launch": variant.launch, "kernels": variant.kernels}
-        if weights is not None:
+        if decoder is not None:
+            self.decoder = decoder
+        elif weights is not None:
             self.decoder = weights.with_options(**how)
         else:
             rows = {"max_batch": len(prompts), "buckets": [len(prompts)], "max_seq_len": workload.max_seq_len}
@@ -214,13 +218,34 @@ def open_arms(
     """
     arms: list[DecoderArm] = []
     failures = []
+    compiled: dict[Variant, Any] = {}
     started = time.perf_counter()
-    for variant in variants:
+    for number, variant in enumerate(variants):
         try:
             if (seconds := time.perf_counter() - started) > limit_s:
                 raise MeasurementError(f"not prepared: the variants before it took {seconds:.0f} s, and --prepare-limit is {limit_s:.0f}")
-            arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None))
+            arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None, compiled.get(variant)))
+            if len(arms) == 1 and variant.framework == "jax":
+                compiled = _compiled(arms[0].decoder, variants[number + 1 :])
         except Exception as error:  # one variant that cannot start must not take the others along
             failures.append(variant.absent(workload.batch, why(error)))
         opened(variant.label())
     return arms, failures
+
+
+def _compiled(weights: Any, variants: Sequence[Variant]) -> dict[Variant, Any]:
+    """Decoders of JAX variants over shared weights whose steps were compiled side by side; what failed here fails again, and is told, when it is opened.
+
+    The weights' own decoder has compiled before: what XLA chose for its library products serves these, too.
+    """
+
+    def compile_one(variant: Variant) -> Any:
+        try:
+            decoder = weights.with_options(launch=variant.launch, kernels=variant.kernels)
+            decoder.compile([variant.sampling])
+            return decoder
+        except Exception:
+            return None
+
+    with ThreadPoolExecutor(COMPILE_AT_ONCE) as pool:
+        return {variant: decoder for variant, decoder in zip(variants, pool.map(compile_one, variants)) if decoder is not None}

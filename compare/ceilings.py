@@ -54,7 +54,7 @@ def device_ceilings(megabytes: int = 1024) -> dict[str, Any]:
     matrix, read once by PyTorch's matrix-vector product); ``empty_step_us``, what the step's clock
     reads when nothing runs; ``null_kernel``, host and device µs of a kernel that does nothing,
     launched one by one; ``graph_launch``, for each number of such kernels in one graph the host's
-    µs to launch it and the device's to run it.
+    µs to launch it and the device's to run it; ``switch_node``, what ``switch_node`` gives.
     """
     import torch
 
@@ -71,7 +71,35 @@ def device_ceilings(megabytes: int = 1024) -> dict[str, Any]:
         "empty_step_us": _empty_step_us(),
         "null_kernel": _launch_us(lambda: torch.cuda._sleep(0), 200),
         "graph_launch": {str(count): _launch_us(graph.replay, 20) for count, graph in graphs.items()},
+        "switch_node": switch_node(),
     }
+
+
+def switch_node(count: int = 50, choices: int = 4) -> dict[str, Any]:
+    """``device_us`` that a choice on the device adds: ``count`` kernels, each one of ``choices`` behind a SWITCH node and the
+    kernel that sets it, against twice as many kernels in a row; ``not_measured`` with the reason where that fails."""
+    import torch
+
+    from torch_decoder import CaptureError
+    from torch_decoder.device_loop import ConditionalGraph
+
+    device, captured = torch.device("cuda"), _null_graph(1, keep_graph=True)
+    choice = torch.ones(1, dtype=torch.int32, device=device)
+    try:
+        graph, last = ConditionalGraph(device), []
+        for _ in range(count):
+            handle = graph.condition(default=0)
+            bodies, node = graph.add_conditional(handle, "SWITCH", choices, [graph.add_setter(graph.root, handle, choice, last)])
+            for body in bodies:
+                graph.add_child(body, captured)
+            last = [node]
+        graph.instantiate()
+        switched = _launch_us(graph.replay, 5)["device_us"]
+        graph.close()
+    except CaptureError as error:
+        return {"not_measured": str(error)}
+    plain = _launch_us(_null_graph(2 * count).replay, 5)["device_us"]
+    return {"choices": choices, "device_us": (switched - plain) / count}
 
 
 def _device_seconds(work: Callable[[], Any]) -> float:
@@ -89,10 +117,10 @@ def _device_seconds(work: Callable[[], Any]) -> float:
     return best
 
 
-def _null_graph(count: int) -> Any:
+def _null_graph(count: int, **options: bool) -> Any:
     import torch
 
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(**options)
     with torch.cuda.graph(graph):
         for _ in range(count):
             torch.cuda._sleep(0)

@@ -26,9 +26,10 @@ def _run(args: argparse.Namespace) -> int:
     from .run import Plan, compare
     from .table import print_table
 
-    workload = Workload(args.model, args.dtype, args.batch, args.new_tokens, args.max_seq_len, args.prompt_tokens, args.uneven)
+    workload = Workload(args.model[0], args.dtype, args.batch, args.new_tokens, args.max_seq_len, args.prompt_tokens, args.uneven)
     if args.sweep != "models":
-        model_config(workload.model)  # bad input is found before any worker starts
+        for model in args.model:  # bad input is found before any worker starts
+            model_config(model)
     variants = chosen(args.only, args.without)
     for name in ("at_once", "processes", "rounds", "repeats"):
         if getattr(args, name) < 1:
@@ -36,6 +37,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.at_once > 1 and args.processes > 1:
         raise results.ResultError("--at-once and --processes are both above 1: points prepared side by side are timed in one set of processes, leave one of them out")
     plan = Plan(args.rounds, args.repeats, not args.no_ledger, *xla_settings(args.xla_flag, args.xla_flags), args.prepare_limit, processes=args.processes)
+    if len(args.model) > 1:
+        return _several(args, workload, variants, plan)
     if args.sweep:
         return _sweep(args, workload, variants, plan)
     result = compare(workload, variants, plan)
@@ -54,11 +57,33 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if _good(result) else 1
 
 
+def _several(args: argparse.Namespace, workload: Workload, variants: Sequence[Variant], plan: Plan) -> int:
+    from .sweep import run_models
+    from .table import print_table
+
+    if args.sweep or args.processes > 1:
+        raise results.ResultError("--model names several models: leave out --sweep and --processes, or name one model")
+    folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).parent
+    if folder.suffix == ".json":
+        raise results.ResultError(f"--out is {args.out}, expected a folder: several models write a file each")
+    found = run_models(args.model, workload, variants, plan, folder)
+    if args.report:
+        from .report import write
+
+        write(_with_committed(found), Path(args.report))
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for result in found:
+            print_table(result)
+    return 0 if all(map(_good, found)) else 1
+
+
 def _sweep(args: argparse.Namespace, workload: Workload, variants: Sequence[Variant], plan: Plan) -> int:
     from .series import lines
     from .sweep import run_sweep
 
-    asked = "" if args.sweep == "models" else f"-{Path(args.model).name}"
+    asked = "" if args.sweep == "models" else f"-{Path(args.model[0]).name}"
     folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).with_name(f"sweep-{args.sweep}{asked}-{args.dtype}")
     if folder.suffix == ".json":
         raise results.ResultError(f"--out is {args.out}, expected a folder: a sweep writes a file a point")

@@ -21,6 +21,7 @@ from .turns import Turns
 from .workload import VARIANTS, Variant, Workload, why_not
 
 log = logging.getLogger(__name__)
+ROOM = 0.6  # of the free memory, for weights
 INTERRUPTED = "interrupted before it was timed"
 
 
@@ -53,7 +54,7 @@ def compare(workload: Workload, variants: Sequence[Variant] = VARIANTS, plan: Pl
     Workers prepare side by side where memory allows; while one is timed, nothing else runs. With
     ``turns`` comparisons in other threads prepare at the same time, too.
     """
-    turns = turns or Turns()
+    turns = turns or Turns(1, bytes_needed(workload))
     try:
         plan, cuda = plan or Plan(), cuda_visible()
         return _compared(workload, variants, plan, cuda, turns)
@@ -70,7 +71,7 @@ def _compared(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda:
                 log.info("once more in fresh processes (%d of %d)", number + 1, plan.processes)
                 plan = replace(plan, ledger=False, cold=(), recapture=(), prefill=())
             try:
-                runs.append(_one_run(workload, variants, plan, cuda, prompts, Turns() if number else turns, kept))
+                runs.append(_one_run(workload, variants, plan, cuda, prompts, Turns(1, bytes_needed(workload)) if number else turns, kept))
             except KeyboardInterrupt as stop:  # what was measured is kept
                 if not runs and not isinstance(stop, Interrupted):
                     raise
@@ -97,7 +98,7 @@ def _one_run(workload: Workload, variants: Sequence[Variant], plan: Plan, cuda: 
                 log.info("%s: %s", framework, ", ".join(v.label() for v in wanted) or "reference only")
                 job = _job(framework, workload, wanted, plan, cuda, Path(name))
                 jobs.append({**job, "prompts": prompts, "compiled": kept if plan.processes > 1 else "", "staged": staged})
-        found = measure(jobs, Path(name), not staged and room_for_all(workload, cuda, turns.count), turns)
+        found = measure(jobs, Path(name), not staged and turns.needed_bytes <= ROOM * free_bytes(cuda["torch"]), turns)
     peers = [v for v in variants if staged and v.framework == "transformers" and why_not(v, cuda, workload.batch) is None]
     return found + [v.absent(workload.batch, "its float32 reference does not fit this device: the decoders are judged stage by stage") for v in peers]
 
@@ -221,11 +222,9 @@ def _environ(job: Mapping[str, Any]) -> dict[str, str]:
     return environ
 
 
-def room_for_all(workload: Workload, cuda: Mapping[str, bool], comparisons: int = 1) -> bool:
-    """Can three copies of the weights, one of them in float32, lie in half of the free memory, for each of so many comparisons?"""
-    numbers = weight_bytes(model_config(workload.model), "bfloat16") / 2
-    needed = numbers * (4 + 2 * (4 if workload.dtype == "float32" else 2))
-    return needed * comparisons <= free_bytes(cuda["torch"]) / 2
+def bytes_needed(workload: Workload) -> float:
+    """Bytes of three copies of the weights, one of them in float32: what workers hold that prepare side by side. ResultError for an unknown model."""
+    return weight_bytes(model_config(workload.model), "bfloat16") / 2 * (4 + 2 * (4 if workload.dtype == "float32" else 2))
 
 
 def free_bytes(cuda: bool) -> int:

@@ -14,8 +14,8 @@ from typing import Any
 from . import results
 from .ceilings import ceilings
 from .environment import environment, gpu
-from .results import variant_of
-from .run import Plan, compare
+from .results import name_of, variant_of
+from .run import Plan, bytes_needed, compare
 from .shapes import SHAPES, is_shape
 from .turns import Turns, together
 from .workload import Variant, Workload
@@ -101,11 +101,24 @@ def run_sweep(name: str, workload: Workload, variants: Sequence[Variant], plan: 
         wave, started = missing[first : first + at_once], time.perf_counter()
         left = f", about {sum(seconds) / first * (len(missing) - first) / 60:.0f} min left" if first else ""
         log.info("%s %s (%d of %d%s)", name, ", ".join(point.value for point in wave), len(points) - len(missing) + first + 1, len(points), left)
-        turns = Turns(len(wave))
+        turns = Turns(len(wave), sum(bytes_needed(point.workload) for point in wave))
         for point, result in zip(wave, together([partial(point.measured, variants, folder, turns) for point in wave], turns)):
             found[point.value] = result
         seconds.append(time.perf_counter() - started)
     return [found[point.value] for point in points]
+
+
+def run_models(models: Sequence[str], workload: Workload, variants: Sequence[Variant], plan: Plan, folder: Path) -> list[dict[str, Any]]:
+    """The same comparison of several models, prepared together and timed one after the other, each in a file of its own in ``folder``."""
+    asked = [replace(workload, model=model) for model in models]
+    turns = Turns(len(asked), sum(map(bytes_needed, asked)))
+
+    def measured(one: Workload) -> dict[str, Any]:
+        result = compare(one, variants, plan, turns)
+        results.save(result, folder / f"{name_of(result).replace(' ', '-')}.json")
+        return result
+
+    return together([partial(measured, one) for one in asked], turns)
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .arms import DecoderArm
 from .models import model_config
 from .tuning import SPANS, Entries, candidates, products_of, tiles_in_force
 from .workload import WITH_GRAPH, Variant, Workload
 
-CACHE, BLOCKS, STEPS = 2048, 3, 24
+CACHE, BLOCKS, STEPS = 2048, 3, 24  # at most so many steps a block
+BLOCK_S = 0.03  # of one block, if that is fewer steps
 WORTH = 0.002  # a smaller gain is noise
 FEW_SPANS = 4  # of attention, where a trial compiles the whole step
 
@@ -32,6 +33,15 @@ class Timed(Protocol):
         """Milliseconds a step with the tiles of ``table`` at the first ``count`` lengths (default: all)."""
 
 
+class Round(NamedTuple):
+    """One entry of a table: what it may be, how many of the lengths judge it (None: all), and whether only neighbours of the best so far are tried."""
+
+    name: str
+    values: list[list[int]]
+    count: int | None
+    near: bool = False
+
+
 class Steps:
     """Steps of one model at several lengths, recorded anew with any table of tiles."""
 
@@ -39,9 +49,9 @@ class Steps:
         vocab, self.framework, self.arms = model_config(model).vocab_size, framework, []
         with tiles_in_force(framework, table):
             for length in lengths:
-                workload = Workload(model, "bfloat16", new_tokens=STEPS * BLOCKS + 8, max_seq_len=CACHE, prompt_tokens=length)
+                workload = Workload(model, "bfloat16", new_tokens=STEPS * BLOCKS + 16, max_seq_len=CACHE, prompt_tokens=length)
                 prompt = [(37 * t + 5) % vocab for t in range(length)]
-                forced = [[(11 * t + 3) % vocab for t in range(STEPS * BLOCKS + 8)]]
+                forced = [[(11 * t + 3) % vocab for t in range(STEPS * BLOCKS + 16)]]
                 variant = Variant(framework, WITH_GRAPH[framework], "fused")
                 self.arms.append(DecoderArm(variant, workload, [prompt], forced, self.arms[0].decoder if self.arms else None))
 
@@ -53,13 +63,9 @@ class Steps:
                 arm.decoder.release_graphs()
                 arm.restart()
                 arm.steps(4)
-            arm.wait()
-            blocks = []
-            for _ in range(BLOCKS):
-                started = time.perf_counter()
-                arm.steps(STEPS)
-                arm.wait()
-                blocks.append((time.perf_counter() - started) / STEPS * 1e3)
+            one = _seconds(arm, 2)
+            count_steps = max(4, min(STEPS, int(BLOCK_S / one)))
+            blocks = [_seconds(arm, count_steps) * 1e3 for _ in range(BLOCKS)]
             found.append(float("inf") if arm.decoder.launch_report()["fallbacks"] else median(blocks))
         return found
 
@@ -68,61 +74,82 @@ class Steps:
             arm.close()
 
 
-def trials(model: str, framework: str) -> Iterator[tuple[list[Entries], int | None]]:
-    """Rounds of alternatives, and how many of the lengths judge them (None: all)."""
-    config = model_config(model)
-    spans: list[Entries] = [{f"attend {config.head_dim}": list(span)} for span in SPANS]
-    yield [{f"early {config.hidden_size}": [1]}], None
-    if framework == "torch":
-        from torch_decoder.kernels.tiles import key
-
-        yield spans, None
-        for kind, rows, inner in products_of(model):
-            yield [{key(rows, inner, 1, kind == "gated"): list(tile)} for tile in candidates(rows, inner, 1)], 1
-        yield spans, None
-    else:
-        yield spans[:FEW_SPANS], None
-    yield [{f"early {config.hidden_size}": [0]}], None
+def _seconds(arm: DecoderArm, steps: int) -> float:
+    """Of one step."""
+    arm.wait()
+    started = time.perf_counter()
+    arm.steps(steps)
+    arm.wait()
+    return (time.perf_counter() - started) / steps
 
 
-def search(steps: Timed, table: Entries, rounds: Iterator[tuple[list[Entries], int | None]], deadline: float) -> Entries:
+def rounds_of(model: str, framework: str) -> list[Round]:
+    """The entries to search, in order; attention once more behind the products, on which its best depends."""
+    width = model_config(model).head_dim
+    spans = Round(f"attend {width}", [list(span) for span in SPANS], None)
+    if framework == "jax":
+        return [spans._replace(values=spans.values[:FEW_SPANS])]
+    from torch_decoder.kernels.tiles import key
+
+    products = [Round(key(rows, inner, 1, kind == "gated"), [list(t) for t in candidates(rows, inner, 1)], 1, near=True) for kind, rows, inner in products_of(model)]
+    return [spans, *products, spans]
+
+
+def search(steps: Timed, table: Entries, rounds: Sequence[Round], deadline: float) -> Entries:
     """The entries to change in ``table``; prints every change that is kept. No trial begins after ``deadline``."""
     found: Entries = {}
-    for alternatives, count in rounds:
-        best, tried = sum(steps.ms({**table, **found}, count)), 0
-        for change in alternatives:
-            if time.monotonic() > deadline:
-                break
-            tried += 1
-            try:
-                ms = _better(steps, {**table, **found}, change, best, count)
-            except Exception as error:  # what does not compile or fit is no candidate
-                print(f"  {change}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+    for name, values, count, near in rounds:
+        now = {**table, **found}.get(name)
+        best, tried = sum(steps.ms({**table, **found}, count)), [now]
+        left = _neighbours(now, values) if near and now is not None else list(values)
+        while left and time.monotonic() < deadline:
+            value = left.pop(0)
+            if value in tried:
                 continue
+            tried.append(value)
+            ms = _better(steps, {**table, **found}, {name: value}, best, count)
             if ms is not None:
-                print(f"  {change}: {best:.4f} -> {ms:.4f} ms", flush=True)
-                found, best = {**found, **change}, ms
-        print(f"  {next(iter(alternatives[0]))}: {tried} of {len(alternatives)} tried", flush=True)
+                print(f"  {name}: {value}: {best:.4f} -> {ms:.4f} ms", flush=True)
+                found, best = {**found, name: value}, ms
+                left = _neighbours(value, values) if near else left
+        print(f"  {name}: {len(tried) - 1} of {len(values)} tried", flush=True)
     return found
+
+
+def _neighbours(value: Sequence[int], values: Sequence[list[int]]) -> list[list[int]]:
+    """Those whose numbers are the same, doubled or halved, and at least one of them the same."""
+    steps = [[a == 2 * b or 2 * a == b for a, b in zip(value, other)] for other in values]
+    same = [[a == b for a, b in zip(value, other)] for other in values]
+    return [other for other, step, equal in zip(values, steps, same) if any(step) and any(equal) and all(s or e for s, e in zip(step, equal))]
 
 
 def _better(steps: Timed, table: Entries, change: Entries, limit: float, count: int | None) -> float | None:
     """The ms of all lengths together if ``change`` beats ``limit``, and once more in turns with ``table``; else None."""
-    if sum(steps.ms({**table, **change}, count)) > limit * (1 - WORTH):
+    try:
+        if sum(steps.ms({**table, **change}, count)) > limit * (1 - WORTH):
+            return None
+    except Exception as error:  # what does not compile or fit is no candidate
+        print(f"  {change}: {type(error).__name__}: {str(error)[:100]}", flush=True)
         return None
     old, new = zip(*((sum(steps.ms(table, count)), sum(steps.ms({**table, **change}, count))) for _ in range(2)))
     return min(new) if min(new) < min(old) * (1 - WORTH) else None
 
 
 def tune(model: str, framework: str, lengths: Sequence[int], table: Entries, seconds: float) -> Entries:
-    """Changed entries of ``table`` for the steps of a model; prints what was gained at each length. Loading does not count."""
-    steps = Steps(model, framework, lengths, table)
-    deadline, start = time.monotonic() + seconds, steps.ms(table)
-    found = search(steps, table, trials(model, framework), deadline)
-    for length, old, new in zip(lengths, start, steps.ms({**table, **found})):
-        print(f"{model} {framework}, prompt of {length}: {old:.4f} -> {new:.4f} ms a step", flush=True)
+    """Changed entries of ``table`` for the steps of a model: the search runs with early starts and without, each
+    for half of ``seconds`` (loading does not count), and the quicker of both is kept. Prints what was gained."""
+    steps, name = Steps(model, framework, lengths, table), f"early {model_config(model).hidden_size}"
+    started, start, found = time.monotonic(), steps.ms(table), [table]
+    for number, early in enumerate((0, 1), 1):
+        print(f"{model} {framework}, {'with' if early else 'without'} early starts", flush=True)
+        ours = {**table, name: [early]}
+        found.append({**ours, **search(steps, ours, rounds_of(model, framework), started + seconds * number / 2)})
+    times = [[min(pair) for pair in zip(steps.ms(t), steps.ms(t))] for t in found]
+    best, ms = min(zip(found, times), key=lambda pair: sum(pair[1]))
+    for length, old, *both in zip(lengths, start, *times[1:], ms):
+        print(f"{model} {framework}, prompt of {length}: {old:.4f} ms a step; found {both[0]:.4f} without early starts, {both[1]:.4f} with", flush=True)
     steps.close()
-    return found
+    return {entry: value for entry, value in best.items() if table.get(entry) != value}
 
 
 def compile_product(kind: str, rows: int, inner: int, tile: tuple[int, int, int]) -> None:

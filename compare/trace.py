@@ -84,7 +84,7 @@ class Tracer:
         """Raises LedgerError without cupti-python."""
         cupti = load_cupti()
         self._cupti, self._records = cupti, []
-        self._kinds = [cupti.ActivityKind[name] for name in ("DRIVER", "CONCURRENT_KERNEL", "MEMCPY", "MEMSET")]
+        self._kinds = [cupti.ActivityKind[name] for name in ("DRIVER", "RUNTIME", "CONCURRENT_KERNEL", "MEMCPY", "MEMSET")]
         # Kept by name: CUPTI holds no reference to them.
         self._requested, self._completed = lambda: (_BUFFER_BYTES, 0), self._records.extend
 
@@ -112,11 +112,16 @@ class Tracer:
         return [self._trace(begun, called) for begun, called in marks]
 
     def _trace(self, begun: int, called: int) -> StepTrace:
-        """The driver calls between two times, and the device's work that they asked for: none of the wait's."""
-        driver = self._cupti.ActivityKind.DRIVER
-        calls = {r.correlation_id: r for r in self._records if r.kind == driver and begun <= r.start <= called}
-        asked = [r for r in self._records if r.kind != driver and r.correlation_id in calls]
-        spans = [self._span(r) for r in (*calls.values(), *asked)]
+        """The driver calls between two times, and the device's work that they asked for: none of the wait's.
+
+        Work goes by the number of the outermost call: PyTorch's own kernels and graphs are launched through the
+        runtime, which calls the driver under a number of its own.
+        """
+        kinds = self._cupti.ActivityKind
+        calls = [r for r in self._records if r.kind in (kinds.DRIVER, kinds.RUNTIME) and begun <= r.start <= called]
+        numbers = {r.correlation_id for r in calls}
+        asked = [r for r in self._records if r.kind not in (kinds.DRIVER, kinds.RUNTIME) and r.correlation_id in numbers]
+        spans = [self._span(r) for r in (*(call for call in calls if call.kind == kinds.DRIVER), *asked)]
         return StepTrace(tuple(sorted((s for s in spans if s.lane == "device" or kind_of(s.name)), key=lambda s: s.start)))
 
     def _span(self, record: Any) -> Span:

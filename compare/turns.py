@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+STOP_S = 15  # for a comparison that was stopped to write what it has
+
 
 class Closable(Protocol):
     """A worker of a comparison, as far as turns know it."""
@@ -16,10 +18,10 @@ class Closable(Protocol):
 
 
 class Turns:
-    """A turn for each of ``count`` comparisons; none begins before all are ready, or have given up."""
+    """A turn for each of ``count`` comparisons, which need ``needed_bytes`` of the device; none begins before all are ready, or have given up."""
 
-    def __init__(self, count: int = 1):
-        self.count = self._preparing = count
+    def __init__(self, count: int = 1, needed_bytes: float = 0):
+        self._preparing, self.needed_bytes = count, needed_bytes
         self._changed, self._timing = threading.Condition(), threading.Lock()
         self._workers: list[Sequence[Closable]] = []
 
@@ -77,6 +79,8 @@ def together(work: Sequence[Any], turns: Turns) -> list[Any]:
             thread.join()
     except BaseException:  # Ctrl-C reaches this thread alone
         turns.stop()
+        for thread in threads:  # what was measured by then is written
+            thread.join(STOP_S)
         raise
     if errors:
         raise errors[0]

@@ -170,6 +170,11 @@ class Decoder:
             decoder.capture()
         return decoder
 
+    def compile(self, kinds: Sequence[str] = KINDS) -> None:
+        """Compile the steps of every bucket now, several at a time; they are recorded when they run. Raises CaptureError if ``strict``."""
+        with self._exclusive():
+            self._runner.compile(kinds)
+
     def capture(self, kinds: Sequence[str] = KINDS) -> None:
         """Compile and record the steps of every bucket now. Raises CaptureError if ``strict``."""
         with self._exclusive():

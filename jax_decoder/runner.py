@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 LAUNCHES = ("auto", "op_by_op", "jit", "command_buffer", "device_loop")
 GRAPH_LAUNCHES = ("command_buffer", "device_loop")
 PREFILL_CHUNK = {"cpu": 32, "gpu": 512}  # tokens a forward pass; fixed, so that prefill compiles once
+COMPILE_AT_ONCE = 4  # steps
 LOOP_STEPS = 4  # of device_loop in one executable: enough that the host is never what limits
 # XLA runs an executable without a graph first and records at the second run; from the third on it
 # only replays. These runs are timed one by one.
@@ -230,17 +232,35 @@ class StepRunner:
 
     def prepare(self, kinds: Sequence[str], progress: Callable[[str], None] = log.info) -> None:
         """Compile and record every step now: a compilation evicts the graphs that exist already."""
-        if self.launch == "op_by_op":
+        if not (wanted := self.compile(kinds, progress)):
             return
+        states = {bucket: self.take_state(bucket) for bucket in self.buckets}
+        for done, (bucket, kind, steps) in enumerate(wanted):
+            progress(f"recording step {done + 1} of {len(wanted)}: {_words(bucket, kind, steps)}")
+            states[bucket] = self._prepare(states[bucket], kind, steps, FIRST_RUNS)
+        for state in states.values():
+            self.keep_state(state)
+
+    def compile(self, kinds: Sequence[str], progress: Callable[[str], None] = log.info) -> list[tuple[int, str, int]]:
+        """Compile every step without running it, several at a time; bucket, kind and steps of each."""
+        if self.launch == "op_by_op":
+            return []
         sizes = (1, LOOP_STEPS) if self.launch == "device_loop" else (1,)
         wanted = [(bucket, kind, steps) for bucket in reversed(self.buckets) for kind in kinds for steps in sizes]
         states = {bucket: self.take_state(bucket) for bucket in self.buckets}
-        for stage in ("compiling", "recording"):
-            for done, (bucket, kind, steps) in enumerate(wanted):
-                progress(f"{stage} step {done + 1} of {len(wanted)}: bucket {bucket}, {kind}{f', {steps} steps' if steps > 1 else ''}")
-                states[bucket] = self._prepare(states[bucket], kind, steps, FIRST_RUNS if stage == "recording" else 0)
+
+        def compile_one(number: int) -> None:
+            bucket, kind, steps = wanted[number]
+            progress(f"compiling step {number + 1} of {len(wanted)}: {_words(bucket, kind, steps)}")
+            self._prepare(states[bucket], kind, steps, 0)
+
+        # The first one alone: what XLA chooses for its library products is kept, and serves the others.
+        compile_one(0)
+        with ThreadPoolExecutor(COMPILE_AT_ONCE) as pool:
+            list(pool.map(compile_one, range(1, len(wanted))))
         for state in states.values():
             self.keep_state(state)
+        return wanted
 
     def _prepare(self, state: DecodeState, kind: str, steps: int, runs: int) -> DecodeState:
         bucket, key = state.batch, self._key(state, kind, steps)
@@ -372,6 +392,10 @@ def _host_copy(leaf: jax.Array) -> np.ndarray:
 
 def _addresses(state: DecodeState) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state)]
+
+
+def _words(bucket: int, kind: str, steps: int) -> str:
+    return f"bucket {bucket}, {kind}{f', {steps} steps' if steps > 1 else ''}"
 
 
 def _first_line(error: BaseException) -> str:

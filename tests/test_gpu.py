@@ -351,3 +351,4 @@ def test_ceilings_hold_together():
     assert 0.3 < found["gemv_gb_per_s"] / found["device_copy_gb_per_s"] < 1.3
     assert graphs["1000"]["host_us"] < 1000 * found["null_kernel"]["host_us"] / 4
     assert graphs["1000"]["device_us"] > 3 * graphs["100"]["device_us"] > 3 * graphs["10"]["device_us"]
+    assert 0.1 < found["switch_node"]["device_us"] < 50, found["switch_node"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from compare import series, sweep
+from compare import results, series, sweep
 from compare.arguments import SWEEPS
 from compare.cli import main
 from compare.evidence import FAILS, HOLDS, short_generations
@@ -183,3 +183,15 @@ def test_series_of_recaptures_and_prefill_say_what_pays():
 def test_a_sweep_writes_into_a_folder(strong, tmp_path, capsys):
     assert main(["run", "--model", str(strong("qwen2")), "--sweep", "batch", "--out", str(tmp_path / "x.json")]) == 2
     assert "expected a folder" in capsys.readouterr().err
+
+
+def test_several_models_write_a_file_each(strong, tmp_path, asked, capsys):
+    """Prepared side by side, timed one after the other; one --out for all of them, so it is a folder."""
+    models = [str(strong("llama")), str(strong("qwen3"))]
+    words = ["run", "--model", *models, "--only", "eager", "jit", "--without", "compiled", "fused", "transformers"]
+    assert main([*words, "--json", "--out", str(tmp_path)]) == 0
+    found = [results.load(file) for file in sorted(tmp_path.glob("*.json"))]
+    assert sorted(r["workload"]["model"] for r in found) == sorted(models)
+    assert json.loads(capsys.readouterr().out) == [json.loads(json.dumps(r)) for r in sorted(found, key=lambda r: models.index(r["workload"]["model"]))]
+    for wrong, message in ((["--sweep", "batch"], "leave out --sweep"), (["--processes", "2"], "leave out"), (["--out", "one.json"], "expected a folder")):
+        assert main([*words, *wrong]) == 2 and message in capsys.readouterr().err

@@ -18,7 +18,7 @@ from tests.results import entry, run
 
 
 class Kind(enum.IntEnum):
-    DRIVER, CONCURRENT_KERNEL, MEMCPY, MEMSET = range(1, 5)
+    DRIVER, CONCURRENT_KERNEL, MEMCPY, MEMSET, RUNTIME = range(1, 6)
 
 
 class FakeCupti:
@@ -50,9 +50,9 @@ class FakeCupti:
     def get_callback_name(self, domain, cbid):
         return {1: "cuLaunchKernel", 2: "cuStreamSynchronize", 3: "cuCtxGetCurrent"}[cbid]
 
-    def call(self, cbid, start, length=5):
+    def call(self, cbid, start, length=5, kind=Kind.DRIVER):
         self.correlation += 1
-        self._add(kind=Kind.DRIVER, cbid=cbid, start=start, end=start + length)
+        self._add(kind=kind, cbid=cbid, start=start, end=start + length)
 
     def work(self, kind, start, length, name=None):
         """What the newest call asked the device for."""
@@ -104,6 +104,20 @@ def test_a_step_holds_its_calls_and_kernels_and_nothing_of_the_wait(cupti):
     # From the first call at 1 to the end of the copy at 150; busy from 20 to 120 and 130 to 150.
     assert (found["span_us"], found["busy_us"], found["kernels"]) == (0.149, 0.12, 3)
     assert found["idle_share"] == pytest.approx(1 - 120 / 149)
+
+
+def test_work_belongs_to_the_runtimes_call_where_there_is_one(cupti):
+    """PyTorch's own kernels and graphs: the driver's call inside has another number."""
+
+    class Outer(FakeArm):
+        def steps(self, count):
+            if cupti.enabled:
+                cupti.call(1, cupti.now + 1, 2)  # the driver's, inside of the one that follows
+                cupti.call(9, cupti.now, 5, Kind.RUNTIME)
+                cupti.work(Kind.CONCURRENT_KERNEL, cupti.now + 20, 100, "gemv")
+
+    trace = StepTrace.from_dict(trace_arm(Tracer(), Outer(cupti)))
+    assert [(span.lane, span.name) for span in trace.spans] == [("host", "cuLaunchKernel"), ("device", "gemv")]
 
 
 def test_a_trace_survives_the_file(cupti):

@@ -23,6 +23,7 @@ from .workload import WITH_GRAPH, Variant, Workload
 CACHE, BLOCKS, STEPS = 2048, 3, 24  # at most so many steps a block
 BLOCK_S = 0.03  # of one block, if that is fewer steps
 WORTH = 0.002  # a smaller gain is noise
+EARLY = {"torch": (0, 1, 2), "jax": (0, 1)}  # kinds of early starts
 FEW_SPANS = 4  # of attention, where a trial compiles the whole step
 
 
@@ -136,24 +137,26 @@ def _better(steps: Timed, table: Entries, change: Entries, limit: float, count: 
 
 
 def tune(model: str, framework: str, lengths: Sequence[int], table: Entries, seconds: float) -> Entries:
-    """Changed entries of ``table`` for the steps of a model: the search runs with early starts and without, each
-    for half of ``seconds`` (loading does not count), and the quicker of both is kept. Prints what was gained."""
+    """Changed entries of ``table`` for the steps of a model: the search runs with each kind of early starts and without,
+    for its part of ``seconds`` (loading does not count), and the quickest is kept. Prints what was gained."""
     steps, name = Steps(model, framework, lengths, table), f"early {model_config(model).hidden_size}"
     started, start, found = time.monotonic(), steps.ms(table), [table]
-    for number, early in enumerate((0, 1), 1):
-        print(f"{model} {framework}, {'with' if early else 'without'} early starts", flush=True)
-        ours = {**table, name: [early]}
-        found.append({**ours, **search(steps, ours, rounds_of(model, framework), started + seconds * number / 2)})
+    starts = EARLY[framework]
+    for number, early in enumerate(starts, 1):
+        print(f"{model} {framework}, early starts {early}", flush=True)
+        ours = {**found[-1], name: [early]}  # from what the one before found: most of it stays
+        found.append({**ours, **search(steps, ours, rounds_of(model, framework), started + seconds * number / len(starts))})
     times = [[min(pair) for pair in zip(steps.ms(t), steps.ms(t))] for t in found]
     best, ms = min(zip(found, times), key=lambda pair: sum(pair[1]))
-    for length, old, *both in zip(lengths, start, *times[1:], ms):
-        print(f"{model} {framework}, prompt of {length}: {old:.4f} ms a step; found {both[0]:.4f} without early starts, {both[1]:.4f} with", flush=True)
+    for number, length in enumerate(lengths):
+        by_start = ", ".join(f"{ours[number]:.4f} with early starts {early}" for early, ours in zip(starts, times[1:]))
+        print(f"{model} {framework}, prompt of {length}: {start[number]:.4f} ms a step; {by_start}; kept {ms[number]:.4f}", flush=True)
     steps.close()
     return {entry: value for entry, value in best.items() if table.get(entry) != value}
 
 
-def compile_product(kind: str, rows: int, inner: int, tile: tuple[int, int, int]) -> None:
-    """Compile one product that starts early, into Triton's cache; what does not compile shows when it is timed."""
+def compile_product(kind: str, rows: int, inner: int, tile: tuple[int, int, int], early: int) -> None:
+    """Compile one product, into Triton's cache; what does not compile shows when it is timed."""
     import torch
 
     from torch_decoder.kernels import products
@@ -164,17 +167,18 @@ def compile_product(kind: str, rows: int, inner: int, tile: tuple[int, int, int]
         weight = torch.zeros(rows * (1 + (kind == "gated")), inner, **options)
         x, norm, residual = torch.zeros(1, inner, **options), torch.ones(inner, **options), torch.zeros(1, rows, **options)
         if kind == "gated":
-            products.norm_gated_silu(x, norm, 1e-5, weight, None, early=True)
+            products.norm_gated_silu(x, norm, 1e-5, weight, None, early=early)
         elif kind == "norm":
-            products.norm_linear(x, norm, 1e-5, weight, None, torch.float32, early=True)
+            products.norm_linear(x, norm, 1e-5, weight, None, torch.float32, early=early)
         else:
-            products.linear_add(x, weight, None, residual, early=True)
+            products.linear_add(x, weight, None, residual, early=early)
 
 
 def compile_all(models: Sequence[str], seconds: float) -> None:
     """Compile candidates side by side; what is not done in time is compiled when it is tried."""
     started = time.monotonic()
-    wanted = dict.fromkeys((*shape, tile) for model in models for shape in products_of(model) for tile in candidates(*shape[1:], 1))
+    shapes = dict.fromkeys(shape for model in models for shape in products_of(model))
+    wanted = [(*shape, tile, early) for shape in shapes for tile in candidates(*shape[1:], 1) for early in EARLY["torch"]]
     with ProcessPoolExecutor(min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
         jobs = [pool.submit(compile_product, *job) for job in wanted]
         wait(jobs, timeout=seconds)

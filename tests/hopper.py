@@ -57,19 +57,19 @@ def main() -> None:
         for batch in (1, 8):
             for name, (rows, columns, flags) in shapes.items():
                 tile = tile_for(rows, columns, batch, "GATED" in flags)
-                constants = {"K": columns, "BN": tile.rows, "BK": tile.inner, "BB": 1 if batch == 1 else 16, "HEADROOM": 2.0**-6, "OVERLAP": batch == 1}
+                constants = {"K": columns, "BN": tile.rows, "BK": tile.inner, "BB": 1 if batch == 1 else 16, "HEADROOM": 2.0**-6, "OVERLAP": 2 * (batch == 1)}
                 constants |= {flag: flags.get(flag, False) for flag in ("NORM", "BIAS", "GATED", "ADD")}
                 found[f"{model} {name} {batch}"] = resources(products._product, constants, tile.warps, batch == 1, ("out",) * (name in ("qkv", "head")))
         span = span_for(config.head_dim)
         sizes = {"N": config.num_heads, "KV": config.num_kv_heads, "H": config.head_dim, "NORM": config.qk_norm, "SPLITS": 8, "GP": 16, "HP": config.head_dim // 2}
-        found[f"{model} attend"] = resources(attention._attend, {**sizes, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": True}, span.warps, True)
+        found[f"{model} attend"] = resources(attention._attend, {**sizes, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": 1}, span.warps, True)
     for width, itemsize in product((64, 128, 256), (2, 4)):
         span = span_for(width, itemsize)
-        sizes = {"N": 16, "KV": 8, "H": width, "NORM": True, "SPLITS": 8, "GP": 16, "HP": width // 2, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": False}
+        sizes = {"N": 16, "KV": 8, "H": width, "NORM": True, "SPLITS": 8, "GP": 16, "HP": width // 2, "SPLIT": span.split, "BLOCK": span.block, "OVERLAP": 0}
         found[f"attend {width} of {itemsize} bytes"] = resources(attention._attend, sizes, span.warps, False, half="*bf16" if itemsize == 2 else "*fp32")
-    found["summarise"] = resources(advance._summarise, {"CHUNKS": 38, "CHUNK": advance.CHUNK, "OVERLAP": False}, 8, False)
+    found["summarise"] = resources(advance._summarise, {"CHUNKS": 38, "CHUNK": advance.CHUNK, "OVERLAP": 0}, 8, False)
     for greedy in (True, False):
-        constants = {"STOPS": 16, "CHUNKS": 38, "CP": 64, "GREEDY": greedy, "IDLE_TO_FAILED": (0, 1, 2, 3, 4), "OVERLAP": False}
+        constants = {"STOPS": 16, "CHUNKS": 38, "CP": 64, "GREEDY": greedy, "IDLE_TO_FAILED": (0, 1, 2, 3, 4), "OVERLAP": 0}
         found[f"advance {'greedy' if greedy else 'sampled'}"] = resources(advance._advance, constants, 1, False)
     print(json.dumps(found))
 

@@ -72,10 +72,10 @@ def test_a_tile_covers_every_shape():
 
 
 def test_spans_and_early_starts_come_from_the_table(monkeypatch):
-    monkeypatch.setattr(tiles, "_measured", lambda: {"attend 128": [64, 32, 2], "early 1024": [1], "early 4096": [0]})
+    monkeypatch.setattr(tiles, "_measured", lambda: {"attend 128": [64, 32, 2], "early 1024": [2], "early 4096": [0]})
     assert tiles.span_for(128) == tiles.Span(64, 32, 2) and tiles.span_for(64) == tiles.Span(256, 64, 4)
     assert tiles.span_for(128, itemsize=4) == tiles.Span(256, 16, 4), "measured for numbers of two bytes"
-    assert [tiles.starts_early(width) for width in (1024, 4096, 2048)] == [True, False, False]
+    assert [tiles.starts_early(width) for width in (1024, 4096, 2048)] == [2, 0, 0]
 
 
 def test_measured_tiles_are_for_numbers_of_two_bytes(monkeypatch):

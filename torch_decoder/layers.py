@@ -117,7 +117,7 @@ class DecoderLayer(nn.Module):
         cache: Float[Tensor, "2 B K S H"],
         window: int | None,
         finished: Int[Tensor, " C"],
-        early: bool,
+        early: int,
     ) -> Float[Tensor, "B D"]:
         """The same layer for one token a row, in five kernels of this project; ``early`` as in ``kernels.tiles``."""
         # Triton is there only where fused kernels can run.

@@ -93,8 +93,8 @@ class Model(nn.Module):
         return x
 
     @property
-    def starts_early(self) -> bool:
-        """Do fused kernels start while the one before them ends?"""
+    def starts_early(self) -> int:
+        """How fused kernels start, as in ``kernels.tiles.launch_options``."""
         from .kernels import tiles
 
         return tiles.starts_early(self.config.hidden_size)

@@ -96,7 +96,7 @@ def _advance(
         tl.store(status + row, ended)
 
 
-def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...], early: bool = False) -> None:
+def advance(state, chosen: Int[Tensor, " B"] | None, statuses: tuple[int, ...], early: int = 0) -> None:
     """Move every row of a DecodeState on, in place, from its ``logits``; without ``chosen`` greedily.
 
     ``statuses`` are the values of IDLE, RUNNING, STOPPED, LENGTH and FAILED; ``early`` as in ``launch_options``.

@@ -181,7 +181,7 @@ def attend(
     v_cache: Float[Tensor, "B K S H"],
     window: int | None,
     finished: Int[Tensor, " C"],
-    early: bool = False,
+    early: int = 0,
 ) -> Float[Tensor, "B N"]:
     """Attention of one new token a row; its key and value go into the cache at ``positions``.
 

@@ -40,13 +40,22 @@ def _numbers(x, columns, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(weight, rows, in_rows, FIRST: tl.constexpr, K: tl.constexpr):
-    """Bring columns from ``FIRST`` on into the GPU's cache, so that they are under way before they are needed."""
-    LINE: tl.constexpr = 128 // (weight.dtype.element_ty.primitive_bitwidth // 8)
-    columns = FIRST + tl.arange(0, triton.next_power_of_2(triton.cdiv(K - FIRST, LINE))) * LINE
-    # A prefetch takes no mask: what lies outside asks for the first line.
-    place = tl.where(in_rows[:, None] & (columns < K)[None, :], rows[:, None].to(tl.int64) * K + columns[None, :], 0)
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(weight + place).to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+def _prefetch(weight, first_row, rows, FIRST: tl.constexpr, K: tl.constexpr):
+    """Bring columns from ``FIRST`` on of some rows into the GPU's cache, so that they are under way before they are needed.
+
+    One request a row, of a thread each: more would be the same lines again.
+    """
+    asm: tl.constexpr = """{
+        .reg .pred inside; .reg .u32 thread; .reg .u64 place;
+        mov.u32 thread, %tid.x;
+        setp.lt.s32 inside, thread, $2;
+        mad.wide.u32 place, thread, $3, $1;
+        @inside cp.async.bulk.prefetch.L2.global [place], $4;
+        mov.b32 $0, 0;
+    }"""
+    SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+    start = (weight + first_row.to(tl.int64) * K + FIRST).to(tl.int64)
+    tl.inline_asm_elementwise(asm, "=r,l,r,r,r", [start, rows, K * SIZE, (K - FIRST) * SIZE], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -149,10 +158,11 @@ def _product(
             piece_other = _tile(weight, other, tl.arange(0, BK), in_rows, K, BK)
     if OVERLAP:  # weights do not depend on the kernel before this one: they are under way while it ends
         LOADED: tl.constexpr = BK if BB == 1 else 0
-        if LOADED < K:
-            _prefetch(weight, rows, in_rows, LOADED, K)
+        if OVERLAP == 2 and LOADED < K and K % 16 == 0:
+            first_row = tl.program_id(0) * BN
+            _prefetch(weight, first_row, tl.minimum(N - first_row, BN), LOADED, K)
             if GATED:
-                _prefetch(weight, other, in_rows, LOADED, K)
+                _prefetch(weight, first_row + N, tl.minimum(N - first_row, BN), LOADED, K)
         gdc_launch_dependents()
         gdc_wait()
     if BB == 1:
@@ -180,7 +190,7 @@ def _product(
     tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool, early: bool) -> Tensor:
+def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool, early: int) -> Tensor:
     count, inner = x.shape
     rows = out.shape[1]
     tile: Tile = tile_for(rows, inner, count, gated, weight.element_size())
@@ -211,28 +221,24 @@ def _launch(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Te
 
 
 def norm_linear(
-    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, out_dtype: torch.dtype, early: bool = False
+    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, out_dtype: torch.dtype, early: int = 0
 ) -> Float[Tensor, "B N"]:
     """``linear(rms_norm(x, norm, eps), weight, bias)``, sums in float32. ``early`` as in ``launch_options``."""
     return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype), False, early)
 
 
 def norm_gated_silu(
-    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N2 K"], bias: Float[Tensor, " N2"] | None, early: bool = False
+    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "N2 K"], bias: Float[Tensor, " N2"] | None, early: int = 0
 ) -> Float[Tensor, "B N"]:
     """``gated_silu(linear(rms_norm(x, norm, eps), weight, bias))``; N2 = 2 N, gate rows first."""
     return _launch(x, norm, eps, weight, bias, None, x.new_empty(x.shape[0], weight.shape[0] // 2), True, early)
 
 
-def linear_add(
-    x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, residual: Float[Tensor, "B N"], early: bool = False
-) -> Float[Tensor, "B N"]:
+def linear_add(x: Float[Tensor, "B K"], weight: Float[Tensor, "N K"], bias: Float[Tensor, " N"] | None, residual: Float[Tensor, "B N"], early: int = 0) -> Float[Tensor, "B N"]:
     """``residual + linear(x, weight, bias)``."""
     return _launch(x, None, 0.0, weight, bias, residual, torch.empty_like(residual), False, early)
 
 
-def norm_logits(
-    x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "V K"], out: Float[Tensor, "B V"], early: bool = False
-) -> Float[Tensor, "B V"]:
+def norm_logits(x: Float[Tensor, "B K"], norm: Float[Tensor, " K"], eps: float, weight: Float[Tensor, "V K"], out: Float[Tensor, "B V"], early: int = 0) -> Float[Tensor, "B V"]:
     """Final norm and output head, written to ``out`` (float32)."""
     return _launch(x, norm, eps, weight, None, None, out, False, early)

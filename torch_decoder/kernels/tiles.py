@@ -12,10 +12,11 @@ import torch
 MIN_DOT = 16  # the smallest side that tensor cores take
 
 
-def launch_options(early: bool) -> dict[str, Any]:
-    """Launch arguments of a kernel. ``early``: it starts while the one before it ends (programmatic
-    dependent launch, Hopper and newer), and waits before it reads or writes what others do."""
-    return {"OVERLAP": True, "launch_pdl": True} if early else {"OVERLAP": False}
+def launch_options(early: int) -> dict[str, Any]:
+    """Launch arguments of a kernel. ``early`` 1: it starts while the one before it ends (programmatic
+    dependent launch, Hopper and newer), and waits before it reads or writes what others do; 2: before
+    that it also asks for all of its weights, not for what its registers hold alone."""
+    return {"OVERLAP": early, "launch_pdl": True} if early else {"OVERLAP": 0}
 
 
 class Tile(NamedTuple):
@@ -59,9 +60,9 @@ def span_for(width: int, itemsize: int = 2) -> Span:
     return Span(256, min(64, max(MIN_DOT, numbers // _power_of_2_above(width))), 4 if width <= 128 else 8)
 
 
-def starts_early(hidden_size: int) -> bool:
-    """Do kernels of a model of that width gain by starting early? Only where measured: it also costs some."""
-    return bool(_measured().get(f"early {hidden_size}", [0])[0])
+def starts_early(hidden_size: int) -> int:
+    """How kernels of a model of that width start best, as in ``launch_options``. Early only where measured: it also costs some."""
+    return _measured().get(f"early {hidden_size}", [0])[0]
 
 
 def key(rows: int, inner: int, batch: int, gated: bool) -> str:

@@ -115,6 +115,10 @@ def run_models(models: Sequence[str], workload: Workload, variants: Sequence[Var
 
     def measured(one: Workload) -> dict[str, Any]:
         result = compare(one, variants, plan, turns)
+        if turns.stopped:
+            result = {**result, "interrupted": True}
+            if not any("step_ms" in v for v in result["variants"]):
+                return result
         results.save(result, folder / f"{name_of(result).replace(' ', '-')}.json")
         return result
 

@@ -21,7 +21,7 @@ class Turns:
     """A turn for each of ``count`` comparisons, which need ``needed_bytes`` of the device; none begins before all are ready, or have given up."""
 
     def __init__(self, count: int = 1, needed_bytes: float = 0):
-        self._preparing, self.needed_bytes = count, needed_bytes
+        self._preparing, self.needed_bytes, self.stopped = count, needed_bytes, False
         self._changed, self._timing = threading.Condition(), threading.Lock()
         self._workers: list[Sequence[Closable]] = []
 
@@ -53,6 +53,7 @@ class Turns:
 
     def stop(self) -> None:
         """End every worker: the comparisons then fail, and nobody waits for them."""
+        self.stopped = True
         for worker in [w for workers in self._workers for w in workers]:
             worker.close()
         with self._changed:

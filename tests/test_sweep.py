@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -195,3 +196,29 @@ def test_several_models_write_a_file_each(strong, tmp_path, asked, capsys):
     assert json.loads(capsys.readouterr().out) == [json.loads(json.dumps(r)) for r in sorted(found, key=lambda r: models.index(r["workload"]["model"]))]
     for wrong, message in ((["--sweep", "batch"], "leave out --sweep"), (["--processes", "2"], "leave out"), (["--out", "one.json"], "expected a folder")):
         assert main([*words, *wrong]) == 2 and message in capsys.readouterr().err
+
+
+def test_an_interruption_keeps_what_was_measured_of_several_models(tmp_path, monkeypatch):
+    """One is done when Ctrl-C comes, the other's workers are ended."""
+    done = threading.Event()
+
+    def fake(workload, variants, plan, turns):
+        if workload.model == "one":
+            return {**run(entry("torch eager plain", 1.0)), "workload": workload.__dict__}
+        while not turns.stopped:
+            done.wait(0.01)
+        return {**run(), "workload": workload.__dict__, "variants": [EAGER.absent(1, "the torch worker ended with code -9")]}
+
+    def interrupted(thread, timeout=None):
+        if timeout is None and not done.is_set():
+            done.set()
+            raise KeyboardInterrupt
+        return join(thread, timeout)
+
+    join = threading.Thread.join
+    monkeypatch.setattr(sweep, "compare", fake)
+    monkeypatch.setattr(sweep, "bytes_needed", lambda workload: 0)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run_models(["one", "other"], SHAPE, [EAGER], Plan(), tmp_path)
+    assert [file.name for file in tmp_path.glob("*.json")] == ["one.json"]

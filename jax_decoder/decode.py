@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .cache import MAX_STOP_IDS, KVCache, Region, cache_shapes, row_regions
 from .config import ModelConfig
 from .model import Model
-from .sampling import select_greedy, select_sampled
+from .sampling import select_sampled
 
 IDLE, RUNNING, STOPPED, LENGTH, FAILED = range(5)  # a row's status
 
@@ -161,21 +161,24 @@ def score_chunk(model: Model, cache: KVCache, tokens: Int[Array, " T"], start: I
 def decode_step(model: Model, state: DecodeState, kind: str) -> DecodeState:
     """One step of all rows, from input tokens to next tokens; ``kind`` is greedy or sampled."""
     hidden, cache = model(state.tokens[:, None], state.positions[:, None], state.cache)
-    return _advance(state._replace(cache=cache, logits=model.logits(hidden)[:, 0]), kind)
+    state = state._replace(cache=cache, logits=model.logits(hidden)[:, 0])
+    return _advance(state, kind, *model.greedy_and_normaliser(state.logits))
 
 
-def _advance(state: DecodeState, kind: str) -> DecodeState:
-    """Select, feed back, append to the ring, move on; rows end here."""
+def _advance(state: DecodeState, kind: str, greedy: Int[Array, " B"], normaliser: Float[Array, " B"]) -> DecodeState:
+    """Select, feed back, append to the ring, move on; rows end here.
+
+    ``greedy`` are the ids of the largest logits, ``normaliser`` the logarithms of the sums of their exponentials.
+    """
     running = state.status == RUNNING
     following = state.positions + 1
     rows = jnp.arange(following.shape[0], dtype=jnp.int32)
     if kind == "greedy":
-        chosen = select_greedy(state.logits)
+        chosen = greedy
     else:
         chosen = select_sampled(state.logits, following, state.filters, state.draws)
     forced = state.forced[rows, following]
     token = jnp.where(forced >= 0, forced, chosen)
-    normaliser = jax.nn.logsumexp(state.logits, axis=1)
     logprob = state.logits[rows, token] - normaliser
     # NaN or infinity anywhere in a row's logits makes its normaliser so.
     failed = ~jnp.isfinite(normaliser)

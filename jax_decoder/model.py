@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -9,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 from .cache import KVCache
 from .config import ModelConfig
 from .errors import ConfigError
-from .kernels import plain, products, tiles
+from .kernels import plain, products, summary, tiles
 from .kernels.plain import Weight
 from .layers import DecoderLayer, RMSNorm, Tap, parameter
+from .sampling import select_greedy
 
 PACKINGS = ("separate", "stacked")
 KERNELS = ("plain", "fused")
@@ -105,6 +107,12 @@ class Model(nnx.Module):
             return products.norm_linear(x, Weight(self.norm.weight[...]), self.norm.eps, Weight(head.weight[...]), None, jnp.float32, early)[:batch, None]
         x = tap("norm", self.norm(tap("norm.input", hidden), None))
         return tap("lm_head", plain.linear(tap("lm_head.input", x), Weight(head.weight[...]), out_dtype=jnp.float32))
+
+    def greedy_and_normaliser(self, logits: Float[Array, "B V"]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+        """Of the logits of a step: the id of each row's largest, and the logarithm of the sum of their exponentials."""
+        if self.fused(logits.shape[0], 1):
+            return summary.summarise(logits, tiles.starts_early(self.config.hidden_size))
+        return select_greedy(logits), jax.nn.logsumexp(logits, axis=1)
 
     def _masks(self, positions: Int[Array, "B T"], slots: int) -> dict[int | None, Bool[Array, "B T S"]]:
         """One mask for each different window: true where a query may look."""

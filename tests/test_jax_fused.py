@@ -9,9 +9,10 @@ import pytest
 
 from compare.program import describe
 from jax_decoder import ConfigError, Decoder, DeviceError, ModelConfig, Sampling
-from jax_decoder.kernels import attention, plain, products, tiles
+from jax_decoder.kernels import attention, plain, products, summary, tiles
 from jax_decoder.kernels.plain import Weight
 from jax_decoder.model import check_fused
+from jax_decoder.sampling import select_greedy
 from tests.helpers import FAMILIES, P24, forced_steps, has_gpu_compiler
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -136,6 +137,20 @@ def test_steps_in_bfloat16_are_as_exact_as_plain_ones(strong):
     exact = forced_steps("jax", strong("qwen3"), "plain", [P24[:9]], 6)[0]
     plain_error, fused_error = (np.sqrt(np.mean((forced_steps("jax", strong("qwen3"), k, [P24[:9]], 6, "bfloat16")[0] - exact) ** 2)) for k in ("plain", "fused"))
     assert fused_error < 1.3 * plain_error
+
+
+@pytest.mark.parametrize("vocabulary", [64, 257, 9000])
+def test_the_summary_of_logits_equals_the_plain_one(vocabulary):
+    """Ties, rows of NaN, of infinity and of minus infinity, and what lies past the vocabulary."""
+    logits = np.random.default_rng(3).normal(size=(6, vocabulary)).astype(np.float32) * 5
+    logits[1, [5, 17, vocabulary - 1]] = 40.0
+    logits[2, 7], logits[3, vocabulary - 2], logits[4], logits[5, ::2] = np.nan, np.inf, -np.inf, -np.inf
+    token, normaliser = summary.summarise(jnp.asarray(logits))
+    expected = jax.nn.logsumexp(jnp.asarray(logits), axis=1)
+    good = np.array([0, 1, 5])
+    assert token[good].tolist() == select_greedy(jnp.asarray(logits))[good].tolist() and token[1] == 5
+    assert np.abs(normaliser[good] - expected[good]).max() < 1e-5
+    assert not np.isfinite(normaliser[2:5]).any() and not np.isfinite(expected[2:5]).any()
 
 
 def test_a_sampled_step_takes_the_plain_choice(strong):

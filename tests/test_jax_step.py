@@ -212,7 +212,9 @@ def test_unknown_flags_are_found_without_ending_this_process():
 
 
 def test_every_flag_of_this_project_exists_here():
-    assert all(xla_flags.known().values()) and set(xla_flags.known()) == set(xla_flags.FLAGS)
+    """But for one that came with jaxlib 0.11, which is passed where it is accepted."""
+    known = xla_flags.known()
+    assert {name for name in known if not known[name]} <= {xla_flags.EARLY[1]} and set(known) == set(xla_flags.FLAGS)
 
 
 def test_flags_of_the_user_are_kept_and_unknown_ones_are_errors(monkeypatch):

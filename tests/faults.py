@@ -162,7 +162,7 @@ FAULTS = (
     Fault("jax: position off by one", "jax_decoder/decode.py", "    following = state.positions + 1\n", "    following = state.positions + 2\n", f"{STEPS} -k last_slot"),
     Fault("jax: failed executable kept", "jax_decoder/runner.py", "        self._steps.pop(key, None)\n", "", f"{JAX} -k failed_run"),
     # ---- fused kernels
-    Fault("fused: every other block skipped", "torch_decoder/kernels/attention.py", "position), BLOCK):", "position), 2 * BLOCK):", f"{FUSED} -k poisoned"),
+    Fault("fused: every other block skipped", "torch_decoder/kernels/attention.py", "slots += BLOCK", "slots += 2 * BLOCK", f"{FUSED} -k poisoned"),
     Fault("fused: counter left behind", "torch_decoder/kernels/attention.py", "            tl.store(counter, 0)\n", "", f"{FUSED} -k poisoned"),
     Fault("fused: a failed row moves on", "torch_decoder/kernels/advance.py", "    ended = tl.where(failed, FAILED, ended)\n", "", f"{FUSED} -k end_of_a_step"),
     Fault(

@@ -225,7 +225,7 @@ def open_arms(
             if (seconds := time.perf_counter() - started) > limit_s:
                 raise MeasurementError(f"not prepared: the variants before it took {seconds:.0f} s, and --prepare-limit is {limit_s:.0f}")
             arms.append(DecoderArm(variant, workload, prompts, forced, arms[0].decoder if arms else None, compiled.get(variant)))
-            if len(arms) == 1 and variant.framework == "jax":
+            if not compiled and variant.framework == "jax" and variant.launch != "op_by_op":
                 compiled = _compiled(arms[0].decoder, variants[number + 1 :])
         except Exception as error:  # one variant that cannot start must not take the others along
             failures.append(variant.absent(workload.batch, why(error)))

@@ -64,6 +64,9 @@ def _several(args: argparse.Namespace, workload: Workload, variants: Sequence[Va
     if args.sweep or args.processes > 1:
         raise results.ResultError("--model names several models: leave out --sweep and --processes, or name one model")
     folder = Path(args.out) if args.out != DEFAULT_RESULT else Path(DEFAULT_RESULT).parent
+    names = [Path(model).name for model in args.model]
+    if len(set(names)) < len(names):
+        raise results.ResultError(f"--model names {', '.join(names)}, of which two are alike, so their files would be: measure them one at a time")
     if folder.suffix == ".json":
         raise results.ResultError(f"--out is {args.out}, expected a folder: several models write a file each")
     found = run_models(args.model, workload, variants, plan, folder)

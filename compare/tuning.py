@@ -53,17 +53,20 @@ def tiles_in_force(framework: str, table: Mapping[str, list[int]]) -> Iterator[N
 
 def read_tiles(out: Path, framework: str, device: str) -> Entries:
     """What a decoder's tiles.json below ``out`` (or else the project's) says of a device."""
-    path = _path(out, framework)
-    return json.loads((path if path.exists() else _path(ROOT, framework)).read_text()).get(device, {})
+    return _tables(out, framework).get(device, {})
 
 
 def update_tiles(out: Path, framework: str, device: str, found: Mapping[str, list[int]]) -> Path:
     """Put entries of a device into that decoder's table below ``out``, beside those it has (or the project's); its path."""
-    path = _path(out, framework)
-    table = json.loads((path if path.exists() else _path(ROOT, framework)).read_text())
+    path, table = _path(out, framework), _tables(out, framework)
     table.setdefault(device, {}).update(found)
     write_whole(path, as_text(table) + "\n")
     return path
+
+
+def _tables(out: Path, framework: str) -> dict[str, Entries]:
+    path = _path(out, framework)
+    return json.loads((path if path.exists() else _path(ROOT, framework)).read_text())
 
 
 def _path(out: Path, framework: str) -> Path:

@@ -196,6 +196,7 @@ def test_several_models_write_a_file_each(strong, tmp_path, asked, capsys):
     assert json.loads(capsys.readouterr().out) == [json.loads(json.dumps(r)) for r in sorted(found, key=lambda r: models.index(r["workload"]["model"]))]
     for wrong, message in ((["--sweep", "batch"], "leave out --sweep"), (["--processes", "2"], "leave out"), (["--out", "one.json"], "expected a folder")):
         assert main([*words, *wrong]) == 2 and message in capsys.readouterr().err
+    assert main(["run", "--model", models[0], models[0], "--out", str(tmp_path)]) == 2 and "two are alike" in capsys.readouterr().err
 
 
 def test_an_interruption_keeps_what_was_measured_of_several_models(tmp_path, monkeypatch):
